@@ -1,0 +1,140 @@
+"""Perplexity of dense, pruned and patched variants of a model (paper, section 4.1, tables 3, 5 and 15): ppl.json.
+
+Non-overlapping windows of the tokenised stream, exp of the mean loss of their next tokens. All variants of one call
+share one load and the layers that they have in common. Rows that ppl.json already has are kept, not recomputed.
+"""
+
+from pathlib import Path
+
+import torch
+
+from utils import cli
+from utils.artifacts import read_json, write_json
+from utils.corpora import describe, evaluation_windows
+from utils.errors import UserError
+from utils.models import EMBEDDED
+from utils.patch import read_patch
+from utils.perplexity import mean_stderr, summarise, window_losses
+from utils.session import Session, default_folder
+from utils.variants import Variant
+
+
+def arguments():
+    p = cli.parser(__doc__, "python eval_ppl.py --model smollm2-135m --patch runs/smollm2-135m/patch.safetensors "
+                            "--datasets wiki --seq-len 512 --limit-windows 4")
+    cli.add_model_flags(p)
+    p.add_argument("--patch", nargs="+", default=[], metavar="[NAME=]FILE", help="patched variants; or 'dense'")
+    p.add_argument("--selection", nargs="+", default=[], metavar="[NAME=]FILE",
+                   help="pruned variants without a patch; or 'dense'")
+    p.add_argument("--no-dense", action="store_true", help="leave the unpruned model out; it is the reference otherwise")
+    p.add_argument("--datasets", nargs="+", default=None,
+                   help="wikitext2 c4 c4-new ptb ptb-new wiki news, or files; default wiki news for the embedded model, "
+                        "else wikitext2 c4 ptb")
+    p.add_argument("--seq-len", type=cli.positive, default=2048, help="tokens a window")
+    p.add_argument("--limit-windows", type=cli.positive, help="take the first K windows only")
+    p.add_argument("--bos", choices=["stream", "window"], default="stream",
+                   help="stream: once at its start if the tokenizer adds one (the field's convention); window: in each")
+    p.add_argument("--ptb-unk", choices=["special", "text"], default="special",
+                   help="how <unk> in the text is encoded: as the special token, or as plain characters")
+    p.add_argument("--batch-size", type=cli.positive, default=1, help="windows a forward pass")
+    cli.add_data_flags(p)
+    cli.add_output_flags(p, "result file; default runs/<model>/ppl.json")
+    return p.parse_args()
+
+
+def find_variants(args, session):
+    """Variants in the order of the command line, dense first unless --no-dense. Raises UserError on a double name."""
+    variants = [] if args.no_dense else [Variant("dense")]
+    for option in ("selection", "patch"):
+        for text in getattr(args, option):
+            if text == "dense":
+                if args.no_dense:
+                    variants.append(Variant("dense"))
+                continue
+            name, separator, path = text.rpartition("=")
+            path = Path(path if separator else text)
+            variants.append(read(path, session.source, name or _default_name(path)) if option == "patch"
+                            else _pruned(path, session, name or _default_name(path)))
+    names = [variant.name for variant in variants]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"two variants are called {name}; name them with --patch NAME=FILE")
+    if not variants:
+        raise UserError("nothing to evaluate: give --patch or --selection, or drop --no-dense")
+    return variants
+
+
+def _default_name(path):
+    return f"{path.parent.name}/{path.stem}".lstrip("/")
+
+
+def _pruned(path, session, name):
+    selection = session.read_selection(path)
+    return Variant(name, tuple(selection["removed"]), {}, {"scaling": "vanilla"})
+
+
+def main():
+    args = arguments()
+    args.out = args.out or default_folder(args.model) / "ppl.json"
+    session = Session(args)
+    session.check_seq_len(args.seq_len)
+    variants = find_variants(args, session)
+    datasets = args.datasets or (["wiki", "news"] if args.model == EMBEDDED else ["wikitext2", "c4", "ptb"])
+    num_layers = session.source.shape[0]
+    for variant in variants:
+        print(f"{variant.name}: {variant.describe(num_layers)}, checksum {variant.digest()[:12]}")
+
+    earlier = {}
+    if args.out.exists() and not args.force:
+        earlier = {row["key"]: row for row in read_json(args.out, "ppl")["results"]}
+    corpora = [evaluation_windows(name, session.tokenizer, args.seq_len, bos=args.bos, limit=args.limit_windows,
+                                  data_dir=args.data_dir, unk=args.ptb_unk) for name in datasets]
+    keys_of = [[f"{session.source.fingerprint[:16]}:{variant.digest()[:16]}:{windows.info['token_ids_sha256'][:16]}:"
+                f"{session.dtype_name}" for variant in variants] for windows in corpora]
+    results = []
+    for position, (name, windows, keys) in enumerate(zip(datasets, corpora, keys_of)):
+        print(f"{name}: {describe(windows.info)}; {session.dtype_name}")
+        missing = [i for i, key in enumerate(keys) if key not in earlier]
+        if len(missing) < len(variants):
+            print(f"{name}: {len(variants) - len(missing)} of {len(variants)} rows reused (--force recomputes)")
+        if missing:
+            losses = window_losses(session.decoder, [variants[i] for i in missing], windows.ids, args.batch_size, name)
+            for i, row in zip(missing, losses):
+                earlier[keys[i]] = {"key": keys[i], "window_nll": row.tolist()}
+        results += rows(name, windows.info, variants, keys, earlier)
+        still_wanted = {key for keys in keys_of[position + 1:] for key in keys}
+        later = [earlier[key] for key in still_wanted if "ppl" in earlier.get(key, {})]
+        write_json(args.out, "ppl", {
+            "model": session.source.identity(), "results": results + later,
+            "protocol": {"seq_len": args.seq_len, "bos": args.bos, "dtype": session.dtype_name},
+            "provenance": session.watch.provenance(session.decoder if missing else None)})
+        show(name, variants, results)
+    print(f"wrote {args.out}")
+
+
+def rows(name, info, variants, keys, losses):
+    """One result a variant: perplexity, its interval, and the paired ratio to the first variant."""
+    all_losses = [torch.tensor(losses[key]["window_nll"], dtype=torch.float64) for key in keys]
+    result = []
+    for variant, key, values in zip(variants, keys, all_losses):
+        result.append({
+            "variant": variant.name, "dataset": name, "split": info["split"], **summarise(values, all_losses[0]),
+            "reference": variants[0].name, "windows": info["windows"], "seq_len": info["seq_len"],
+            "scored_tokens": info["scored_tokens"], "dropped_tokens": info["dropped_tokens"], "bos": info["bos"],
+            "removed": list(variant.removed), "scaling": variant.about.get("scaling"),
+            "stage": variant.about.get("stage"), "corpus": info, "key": key, "window_nll": values.tolist()})
+    return result
+
+
+def show(name, variants, results):
+    """Print one line a variant for one corpus."""
+    width = max(len(variant.name) for variant in variants)
+    for row in results:
+        if row["dataset"] == name:
+            low, high = row["ppl_ci95"] or (float("nan"),) * 2
+            print(f"  {row['variant']:{width}s}  perplexity {row['ppl']:9.3f}  95 % [{low:.3f}, {high:.3f}]  "
+                  f"x{row['ratio_to_reference']:.4f} of {row['reference']}")
+
+
+if __name__ == "__main__":
+    cli.run(main)

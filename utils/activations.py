@@ -1,0 +1,175 @@
+"""The one-pass collector: every statistic of the intact model that selection and patches need.
+
+One forward over the calibration windows, stopped before the head, gives for every sample the L1 norm of each channel
+of each X^(l), l = 0..L, raw and rotated, and the similarity of every pair (X^(l), X^(m)). Every n, every metric of
+the cosine family, every d and both estimators follow without another forward pass.
+"""
+
+from dataclasses import dataclass, fields
+
+import torch
+from tqdm import tqdm
+
+from utils.artifacts import read_tensors, write_tensors
+from utils.errors import UserError, WorkError
+
+TOKEN_CHUNK = 64  # tokens whose scaled states are copied at one time
+
+
+@dataclass
+class Stats:
+    """Per-sample statistics of N windows. L layers, C channels; all float32 but `tokens`.
+
+    l1_raw, l1_rotated: [N, L+1, C], sum over tokens of |X^(l)| and of |X^(l) H|.
+    cosine: [N, L+1, L+1], mean over tokens of cos(X^(l)_t, X^(m)_t), eq. (2).
+    cosine_sequence: [N, L+1, L+1], mean over channels of the cosine along time (what the released code computes).
+    angle_last, angle_all: [N, L+1, L+1], arccos of the token cosine over pi, last token and mean over tokens.
+    tokens: int64 [N]. A zero vector has cosine 0 with everything.
+    """
+
+    l1_raw: torch.Tensor
+    l1_rotated: torch.Tensor
+    cosine: torch.Tensor
+    cosine_sequence: torch.Tensor
+    angle_last: torch.Tensor
+    angle_all: torch.Tensor
+    tokens: torch.Tensor
+
+    def mean(self, name):
+        """Mean over samples of a similarity, float64 [L+1, L+1]; token-wise ones are weighted by tokens."""
+        values = getattr(self, name).double()
+        weights = self.tokens.double() if name in ("cosine", "angle_all") else torch.ones(len(values)).double()
+        return torch.einsum("n,nlm->lm", weights / weights.sum(), values)
+
+    def save(self, path, content):
+        """Write as a stats artifact with `content` (recipe, provenance, ...) in its header."""
+        write_tensors(path, "stats", {f.name: getattr(self, f.name) for f in fields(self)}, content)
+
+    @classmethod
+    def load(cls, path):
+        """(Stats, header) of a stats artifact. Raises UserError."""
+        header, tensors = read_tensors(path, "stats")
+        missing = {f.name for f in fields(cls)} - set(tensors)
+        if missing:
+            raise UserError(f"{path}: lacks {', '.join(sorted(missing))}")
+        return cls(**{f.name: tensors[f.name] for f in fields(cls)}), header
+
+
+@torch.no_grad()
+def collect(decoder, input_ids, rotation, batch_size=1, attention_mask=None, progress=True):
+    """Stats of windows input_ids int64 [N, T]; attention_mask [N, T] with 0 at padding.
+
+    Extra memory: the states of one batch, (L+1) B T C, and 2 (L+1) C floats a sample.
+    """
+    parts, layers = [], decoder.num_layers
+    bar = tqdm(total=len(input_ids), desc="collect", unit="window", disable=not progress)
+    buffer = None
+    for ids, mask in _batches(input_ids, attention_mask, batch_size):
+        batch = decoder.inputs(ids, mask)
+        hidden = batch.hidden
+        shape = (layers + 1, *hidden.shape)
+        if buffer is None or buffer.shape != shape:
+            buffer = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
+        buffer[0] = hidden
+        for index in range(layers):
+            hidden = decoder.layer(batch, index, hidden)
+            buffer[index + 1] = hidden
+        for sample in range(len(ids)):
+            states = buffer[:, sample] if mask is None else buffer[:, sample, mask[sample].bool().to(buffer.device)]
+            parts.append(_sample_stats(states, rotation))
+        bar.update(len(ids))
+    bar.close()
+    stats = Stats(**{f.name: torch.stack([part[f.name] for part in parts]) for f in fields(Stats)})
+    for f in fields(Stats):
+        if not torch.isfinite(getattr(stats, f.name)).all():
+            raise WorkError(f"{decoder.label}: non-finite {f.name} in the collected statistics; "
+                            "use --dtype float32 or bfloat16")
+    return stats
+
+
+def _batches(input_ids, attention_mask, batch_size):
+    masks = [None] * len(input_ids) if attention_mask is None else attention_mask.split(batch_size)
+    return zip(input_ids.split(batch_size), masks)
+
+
+def _sample_stats(states, rotation):
+    """Statistics of one window, states [L+1, T, C]."""
+    raw, rotated = [], []
+    for state in states:
+        raw.append(torch.linalg.vector_norm(state, 1, dim=0, dtype=torch.float32))
+        rotated.append(torch.linalg.vector_norm(rotation.apply(state), 1, dim=0))
+    cosine = _token_cosines(states)
+    angle = torch.arccos(cosine.clamp(-1, 1)) / torch.pi
+    result = {
+        "l1_raw": torch.stack(raw), "l1_rotated": torch.stack(rotated),
+        "cosine": cosine.mean(0), "cosine_sequence": _channel_cosines(states),
+        "angle_last": angle[-1], "angle_all": angle.mean(0),
+    }
+    result = {name: value.float().cpu() for name, value in result.items()}
+    return {**result, "tokens": torch.tensor(states.shape[1])}
+
+
+def _token_cosines(states):
+    """[L+1, T, C] -> float64 [T, L+1, L+1], cosines of every pair of layers at every token."""
+    states = states if states.dtype == torch.float32 else states.float()
+    return _cosines_from_gram(torch.bmm(states.transpose(0, 1), states.permute(1, 2, 0)))
+
+
+def _channel_cosines(states):
+    """[L+1, T, C] -> float64 [L+1, L+1], mean over channels of the cosine along time.
+
+    With every channel of every layer scaled to length 1 over time, the sum of all cosines is one inner product.
+    """
+    lengths = torch.stack([torch.linalg.vector_norm(state, 2, dim=0, dtype=torch.float32) for state in states])
+    scale = torch.where(lengths > 0, 1 / lengths.clamp(min=torch.finfo(torch.float32).tiny), 0.0)[:, None]
+    total = 0
+    for part in states.split(TOKEN_CHUNK, dim=1):
+        flat = (part * scale).flatten(1)
+        total = total + (flat @ flat.T).double()
+    return total / states.shape[-1]
+
+
+def _cosines_from_gram(gram):
+    gram = gram.double()
+    squares = torch.diagonal(gram, dim1=1, dim2=2)
+    norms = (squares[:, :, None] * squares[:, None, :]).sqrt()
+    return torch.where(norms > 0, gram / norms.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
+
+
+@torch.no_grad()
+def token_scaling_spread(decoder, input_ids, runs, rotation, progress=True):
+    """sigma_d of eq. (4) for each run (start, end), raw and rotated, over windows input_ids int64 [N, T].
+
+    For each window and channel the standard deviation over tokens (unbiased) of |X^(end)| / |X^(start)|, averaged.
+    Its robust companion is the same of the logarithm of that ratio: eq. (4) has near-zero denominators and hence
+    heavy tails. Zero denominators (and zero numerators, for the logarithm) are left out.
+    Returns a list of {"start", "end", "sigma_d", "sigma_d_rotated", "log_sigma_d", "log_sigma_d_rotated", "windows"}.
+    """
+    names = ("sigma_d", "sigma_d_rotated", "log_sigma_d", "log_sigma_d_rotated")
+    totals = [dict.fromkeys(names, 0.0) for _ in runs]
+    wanted = {index for run in runs for index in run}
+    for ids in tqdm(input_ids.split(1), desc="sigma_d", unit="window", disable=not progress):
+        batch = decoder.inputs(ids)
+        hidden, states = batch.hidden, {}
+        for index in range(max(wanted, default=0) + 1):
+            if index in wanted:
+                states[index] = hidden[0].float()
+            if index < max(wanted, default=0):
+                hidden = decoder.layer(batch, index, hidden)
+        for total, (start, end) in zip(totals, runs):
+            for suffix, change in (("", lambda x: x), ("_rotated", rotation.apply)):
+                before, after = change(states[start]).abs(), change(states[end]).abs()
+                ratio = torch.where(before > 0, after / before, torch.nan)
+                total["sigma_d" + suffix] += _mean_std(ratio)
+                total["log_sigma_d" + suffix] += _mean_std(torch.where(ratio > 0, ratio, torch.nan).log())
+    return [{"start": start, "end": end, **{name: total[name] / len(input_ids) for name in names},
+             "windows": len(input_ids)} for total, (start, end) in zip(totals, runs)]
+
+
+def _mean_std(values):
+    """Mean over channels of the unbiased standard deviation over tokens, [T, C] with NaN where undefined -> float."""
+    values = values.double()
+    count = (~values.isnan()).sum(0)
+    centred = values - values.nanmean(0)
+    std = (centred.square().nansum(0) / (count - 1).clamp(min=1)).sqrt()
+    return std[count > 1].mean().item() if (count > 1).any() else 0.0

@@ -1,0 +1,228 @@
+"""Artifacts: what the scripts write and read. JSON or safetensors, versioned, atomic, with provenance.
+
+Every file says its kind ("linearpatch/selection@1"), the recipe that determines its content (all inputs, so that
+an equal recipe means an equal result) and its provenance (versions, device, time, memory: informative only).
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import resource
+import subprocess
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from utils.errors import UserError, WorkError
+
+VERSIONS = {"selection": 1, "stats": 1, "patch": 1, "ppl": 1}
+HEADER = "linearpatch"  # key of the JSON inside a safetensors header
+
+
+@contextmanager
+def atomic_path(path):
+    """Yield a temporary path in the folder of `path`; rename it to `path` on success, remove it on failure."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    os.close(handle)
+    try:
+        yield Path(temporary)
+        with open(temporary, "rb") as written:
+            os.fsync(written.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _umask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def write_json(path, kind, content):
+    """Write `content` (dict) as an artifact of `kind`. Raises WorkError on a non-finite number."""
+    text = _dump({"format": _format(kind), **content}, path, indent=1)
+    with atomic_path(path) as temporary:
+        temporary.write_text(text + "\n", encoding="utf-8")
+
+
+def read_json(path, kind):
+    """Read an artifact of `kind`. Raises UserError naming the file and what is wrong with it."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except (UnicodeDecodeError, json.JSONDecodeError):
+        raise UserError(f"{path}: not a JSON file; expected a {kind} written by this project") from None
+    _check_format(content, path, kind)
+    return content
+
+
+def write_tensors(path, kind, tensors, content):
+    """Write tensors (dict of name -> tensor) with `content` as JSON in the header. Raises WorkError on non-finite values."""
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise WorkError(f"{path}: {name} has non-finite entries; nothing was written")
+    header = _dump({"format": _format(kind), **content}, path)
+    with atomic_path(path) as temporary:
+        save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, temporary, {HEADER: header})
+
+
+def read_header(path, kind):
+    """The JSON in the header of a safetensors artifact, without reading its tensors."""
+    return _open_tensors(path, kind, names_only=True)[0]
+
+
+def read_tensors(path, kind):
+    """(header, {name: tensor}) of a safetensors artifact of `kind`."""
+    return _open_tensors(path, kind, names_only=False)
+
+
+def _open_tensors(path, kind, names_only):
+    if not Path(path).is_file():
+        raise UserError(f"{path}: no such file")
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {} if names_only else {name: file.get_tensor(name) for name in file.keys()}
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: not a readable safetensors file ({str(error).splitlines()[0]})") from None
+    if HEADER not in metadata:
+        raise UserError(f"{path}: a safetensors file, but not a {kind} written by this project")
+    content = json.loads(metadata[HEADER])
+    _check_format(content, path, kind)
+    return content, tensors
+
+
+def _format(kind):
+    return f"linearpatch/{kind}@{VERSIONS[kind]}"
+
+
+def _check_format(content, path, kind):
+    found = content.get("format") if isinstance(content, dict) else None
+    if found == _format(kind):
+        return
+    if isinstance(found, str) and found.startswith(f"linearpatch/{kind}@"):
+        raise UserError(f"{path}: format {found} is unknown here; this version reads {_format(kind)}")
+    raise UserError(f"{path}: expected a {kind} ({_format(kind)}), found {found or 'no format field'}")
+
+
+def _dump(content, path, indent=None):
+    try:
+        return json.dumps(content, allow_nan=False, indent=indent)
+    except ValueError:
+        bad = next(iter(_non_finite(content)), "?")
+        raise WorkError(f"{path}: {bad} is not finite; nothing was written") from None
+
+
+def _non_finite(value, name=""):
+    if isinstance(value, float) and not math.isfinite(value):
+        yield name
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _non_finite(item, f"{name}.{key}".lstrip("."))
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _non_finite(item, f"{name}[{index}]")
+
+
+def reusable(path, kind, recipe, force):
+    """True when the artifact at `path` has exactly this recipe; says so, or says which field differs.
+
+    An unreadable or foreign file at `path` is not overwritten silently: UserError, unless `force`.
+    """
+    path = Path(path)
+    if force or not path.exists():
+        return False
+    content = read_header(path, kind) if path.suffix == ".safetensors" else read_json(path, kind)
+    differing = recipe_difference(content.get("recipe", {}), recipe)
+    if differing:
+        print(f"{path}: made with another {differing}; recomputing")
+        return False
+    print(f"{path}: reused (same recipe; --force recomputes)")
+    return True
+
+
+def recipe_difference(found, wanted, prefix=""):
+    """Name of the first field in which two recipes differ, or None. Compared as JSON, so tuples equal lists."""
+    found, wanted = json.loads(json.dumps(found)), json.loads(json.dumps(wanted))
+    for key in sorted(set(found) | set(wanted)):
+        a, b = found.get(key), wanted.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            inner = recipe_difference(a, b, f"{prefix}{key}.")
+            if inner:
+                return inner
+        elif a != b:
+            return f"{prefix}{key}"
+    return None
+
+
+class Stopwatch:
+    """Wall seconds since its creation, and the peak memory of this process: for provenance."""
+
+    def __init__(self):
+        self.start = time.perf_counter()
+
+    def provenance(self, decoder=None):
+        """dict: versions, git commit, device, wall seconds, peak memory in bytes (process; GPU if there is one)."""
+        result = {
+            "versions": versions(),
+            "git_commit": git_commit(),
+            "wall_seconds": round(time.perf_counter() - self.start, 3),
+            "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+        if decoder is not None:
+            result["device"] = str(decoder.device)
+            result["dtype"] = str(decoder.dtype).removeprefix("torch.")
+        if torch.cuda.is_available():
+            result["peak_gpu_memory_bytes"] = sum(
+                torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count())
+            )
+        return result
+
+
+def versions():
+    """{package: version} of what results depend on."""
+    found = {"python": platform.python_version()}
+    for package in ("torch", "transformers", "datasets", "lm_eval", "numpy"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def git_commit():
+    """Commit of this checkout with '+' when files differ from it, or None outside git."""
+    folder = Path(__file__).resolve().parent.parent
+    try:
+        commit = subprocess.run(
+            ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changed = subprocess.run(
+            ["git", "-C", str(folder), "status", "--porcelain"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit + ("+" if changed else "")
+
+
+def sha256_file(path):
+    """Hex sha256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()

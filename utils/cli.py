@@ -1,0 +1,114 @@
+"""Flags that all scripts share, and the frame in which a script runs: exit code 0 done, 2 wrong input, 1 failure."""
+
+import argparse
+import os
+import random
+import re
+import sys
+from pathlib import Path
+
+import numpy
+import torch
+
+from utils.errors import UserError, WorkError
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    pass
+
+
+def parser(description, example):
+    """ArgumentParser whose --help ends in one working example."""
+    return argparse.ArgumentParser(
+        description=description, epilog=f"example:\n  {example}", formatter_class=_Help, allow_abbrev=False
+    )
+
+
+def add_model_flags(p):
+    """--model and how to load it."""
+    group = p.add_argument_group("model")
+    group.add_argument("--model", default="smollm2-135m", help="preset, hub id, folder or .gguf file")
+    group.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"],
+                       help="auto: float32 on CPU, bfloat16 on GPUs that have it, float16 else")
+    group.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="where to run")
+    group.add_argument("--device-map", default=None, help="accelerate's placement over several devices, e.g. auto")
+    group.add_argument("--trust-remote-code", action="store_true", help="run model code that comes with the model")
+
+
+def add_data_flags(p):
+    """--data-dir."""
+    p.add_argument("--data-dir", type=Path, default=os.environ.get("LINEARPATCH_DATA"),
+                   help="local copies of the data sets (also $LINEARPATCH_DATA); then no network is tried")
+
+
+def add_calibration_flags(p):
+    """Calibration text and how windows are taken from it."""
+    group = p.add_argument_group("calibration")
+    group.add_argument("--calib-data", default=None,
+                       help="corpus[:split] or file; default wiki for the embedded model, else wikitext2")
+    group.add_argument("--calib-samples", type=positive, default=128, help="windows")
+    group.add_argument("--calib-sampling", choices=["random", "first"], default="random",
+                       help="random: seeded starts in the first 90 %% of the split; first: consecutive from its start")
+    group.add_argument("--seq-len", type=positive, default=2048, help="tokens a window")
+    group.add_argument("--seed", type=int, default=0, help="of every random draw")
+    group.add_argument("--batch-size", type=positive, default=1, help="windows a forward pass")
+
+
+def add_output_flags(p, out_help):
+    """--out and --force."""
+    p.add_argument("--out", type=Path, default=None, help=out_help)
+    p.add_argument("--force", action="store_true", help="recompute even if the artifact is there with the same recipe")
+
+
+def positive(text):
+    """argparse type: an integer of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def parse_layers(text):
+    """'23-29', '3,5,7-9' or '[3, 5]' -> sorted list of distinct 0-based layer indices. Raises UserError."""
+    if not re.fullmatch(r"\s*\[?[\d\s,\-]+\]?\s*", text):
+        raise UserError(f"--layers {text}: expected a list such as 3,5,7-9 (0-based, ends included) or 'paper'")
+    layers = []
+    for part in text.strip().strip("[]").split(","):
+        ends = part.strip().split("-")
+        if not all(end.strip().isdigit() for end in ends) or len(ends) > 2 or int(ends[0]) > int(ends[-1]):
+            raise UserError(f"--layers {text}: cannot read '{part.strip()}'; expected a number or FIRST-LAST")
+        layers += range(int(ends[0]), int(ends[-1]) + 1)
+    if len(set(layers)) != len(layers):
+        raise UserError(f"--layers {text}: a layer is named twice")
+    return sorted(layers)
+
+
+def seed_everything(seed):
+    """Seed python, numpy and torch."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def run(main):
+    """Call `main()` and leave the process with its exit code; failures are one or two lines, not tracebacks."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.stdout.reconfigure(line_buffering=True)
+    try:
+        main()
+    except UserError as error:
+        sys.exit(_fail(error, 2))
+    except WorkError as error:
+        sys.exit(_fail(error, 1))
+    except KeyboardInterrupt:
+        sys.exit(_fail("interrupted; finished artifacts are kept and reused by the next call", 130))
+    except torch.OutOfMemoryError as error:
+        sys.exit(_fail(f"out of memory: lower --batch-size or --seq-len, or use --device-map auto "
+                       f"({str(error).splitlines()[0]})", 1))
+    except OSError as error:
+        sys.exit(_fail(f"{error.filename or 'file'}: {error.strerror or error}", 1))
+
+
+def _fail(message, code):
+    print(f"error: {message}", file=sys.stderr)
+    return code

@@ -1,0 +1,451 @@
+"""Models: find them (preset, hub, folder, .gguf), load them, and run them layer by layer.
+
+X^(l) is the input of layer l, X^(L) the raw output of the last layer, before the final norm. `Decoder` finds the
+layers by structure, not by the model's name, and runs them with the keyword arguments that the model itself passes.
+"""
+
+import hashlib
+import json
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from utils.artifacts import atomic_path, sha256_file
+from utils.conversion import baichuan_to_folder, gguf_to_folder, is_baichuan
+from utils.embedded import cache_dir, smollm2_gguf
+from utils.errors import UserError, WorkError
+from utils.modeling_linearpatch import align_tensors, patched_classes
+
+EMBEDDED = "smollm2-135m"
+PRESETS = {  # name -> hub id. Table 6 links Llama-3.1-8B, but the paper's dense numbers are those of Llama 3.0.
+    EMBEDDED: "embedded (SmolLM2-135M-Instruct, from the package index)",
+    "llama2-7b": "meta-llama/Llama-2-7b-hf",
+    "llama2-13b": "meta-llama/Llama-2-13b-hf",
+    "llama3-8b": "meta-llama/Meta-Llama-3-8B",
+    "baichuan2-7b": "baichuan-inc/Baichuan2-7B-Base",
+    "deepseek-r1-qwen-7b": "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
+    "deepseek-r1-llama-8b": "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
+}
+PER_LAYER_LISTS = ("layer_types", "mlp_layer_types")
+NLL_CHUNK = 512  # tokens whose logits exist at one time: 512 x 128,000 float32 = 262 MB
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model before its weights are loaded.
+
+    label: as the user named it; folder: local Hugging Face folder; revision: hub commit or None;
+    config: dict of config.json; fingerprint: hex sha256 over the config and every weight file.
+    """
+
+    label: str
+    folder: Path
+    revision: str | None
+    config: dict
+    fingerprint: str
+
+    @property
+    def is_patched(self):
+        return "linear_patches" in self.config
+
+    @property
+    def shape(self):
+        """(num_layers, hidden_size) as config.json states them."""
+        text = self.config.get("text_config", self.config)
+        layers = text.get("num_hidden_layers", text.get("n_layer"))
+        hidden = text.get("hidden_size", text.get("n_embd"))
+        return layers, hidden
+
+    def identity(self):
+        """What artifacts store about their model."""
+        layers, hidden = self.shape
+        return {"label": self.label, "revision": self.revision, "fingerprint": self.fingerprint,
+                "num_layers": layers, "hidden_size": hidden}
+
+    def check_artifact(self, identity, path):
+        """Raise UserError unless an artifact with this `identity` was made for this model."""
+        layers, hidden = self.shape
+        for name, here in (("hidden_size", hidden), ("num_layers", layers), ("fingerprint", self.fingerprint)):
+            if identity.get(name) != here:
+                raise UserError(f"{path}: made for another model ({identity.get('label')}: {name} "
+                                f"{_short(identity.get(name))}, {self.label} has {_short(here)})")
+
+
+def _short(value):
+    return value[:12] if isinstance(value, str) else value
+
+
+def find_model(name, trust_remote_code=False):
+    """ModelSource of a preset, hub id, folder or .gguf file. Raises UserError with the remedy."""
+    label, revision = name, None
+    path = Path(name)
+    if name == EMBEDDED:
+        folder = gguf_to_folder(smollm2_gguf())
+    elif path.suffix == ".gguf":
+        if not path.is_file():
+            raise UserError(f"--model {name}: no such file")
+        folder = gguf_to_folder(path)
+    elif path.is_dir():
+        folder = path
+    elif path.exists():
+        raise UserError(f"--model {name}: expected a folder, a .gguf file, a hub id or one of {', '.join(PRESETS)}")
+    else:
+        folder, revision = _download(PRESETS.get(name, name), name)
+    config = _read_config(folder, name)
+    if is_baichuan(config):
+        folder = baichuan_to_folder(folder)
+        config = _read_config(folder, name)
+    elif "auto_map" in config and "linear_patches" not in config and not trust_remote_code:
+        if config.get("model_type") not in transformers.CONFIG_MAPPING:
+            raise UserError(f"--model {name}: needs code that comes with the model "
+                            f"({config.get('model_type')}); if you trust it, add --trust-remote-code")
+    return ModelSource(label, folder, revision, config, _fingerprint(folder))
+
+
+def _download(hub_id, name):
+    """(folder, commit) of a hub model in the local hub cache; safetensors preferred over .bin."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (EntryNotFoundError, GatedRepoError, HFValidationError, HfHubHTTPError,
+                                        LocalEntryNotFoundError, OfflineModeIsEnabled, RepositoryNotFoundError)
+    try:
+        folder = Path(snapshot_download(hub_id, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.py",
+                                                                "*.jinja"], ignore_patterns=["original/*"]))
+        if not list(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(hub_id, allow_patterns=["*.json", "*.bin", "*.model", "*.txt", "*.py"]))
+    except GatedRepoError:
+        raise UserError(f"--model {name}: {hub_id} is gated; accept its licence on the hub and run 'hf auth login',\n"
+                        f"or use --model {EMBEDDED} or a local folder") from None
+    except (RepositoryNotFoundError, HFValidationError, EntryNotFoundError) as error:
+        if not isinstance(error, LocalEntryNotFoundError):
+            raise UserError(f"--model {name}: no such folder, and no hub model of that name (presets: "
+                            f"{', '.join(PRESETS)});\nif it is private, run 'hf auth login' first") from None
+        raise _unreachable(name, hub_id) from None
+    except (HfHubHTTPError, OfflineModeIsEnabled, LocalEntryNotFoundError, OSError):
+        raise _unreachable(name, hub_id) from None
+    return folder, folder.name if len(folder.name) == 40 else None
+
+
+def _unreachable(name, hub_id):
+    return UserError(f"--model {name}: {hub_id} is not in the local cache and the hub cannot be reached;\n"
+                     f"give a local folder, or use --model {EMBEDDED}, which needs no hub")
+
+
+def _read_config(folder, name):
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise UserError(f"--model {name}: {folder} has no config.json, so it is no Hugging Face model folder")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise UserError(f"{path}: not valid JSON") from None
+    text = config.get("text_config", config)
+    depth = text.get("num_hidden_layers")
+    for field in PER_LAYER_LISTS:
+        entries = text.get(field)
+        if isinstance(entries, list) and depth is not None and len(entries) != depth:
+            raise UserError(f"{path}: {field} has {len(entries)} entries, num_hidden_layers is {depth}")
+    return config
+
+
+def _fingerprint(folder):
+    """Hex sha256 over config.json and the names and contents of all weight files."""
+    files = sorted(p for p in Path(folder).iterdir() if p.suffix == ".safetensors")
+    files = files or sorted(p for p in Path(folder).iterdir() if p.suffix == ".bin")
+    if not files:
+        raise UserError(f"{folder}: no weights (*.safetensors or *.bin)")
+    digest = hashlib.sha256(sha256_file(Path(folder) / "config.json").encode())
+    for file in files:
+        digest.update(f"{file.name}:{_file_sha256(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def _file_sha256(file):
+    """sha256 of a large file: the hub cache names it; else computed once and remembered by path, size and time."""
+    target = file.resolve()
+    if file.is_symlink() and len(target.name) == 64:
+        return target.name
+    stat = target.stat()
+    key = hashlib.sha256(f"{target}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}".encode()).hexdigest()
+    memo = cache_dir() / "hashes" / key
+    if memo.is_file() and len(remembered := memo.read_text()) == 64:
+        return remembered
+    value = sha256_file(target)
+    try:
+        with atomic_path(memo) as temporary:
+            temporary.write_text(value)
+    except OSError:
+        pass  # a read-only cache only costs the time of hashing again
+    return value
+
+
+def load_tokenizer(source, trust_remote_code=False):
+    """The tokenizer of a model. Raises UserError when the folder has none."""
+    try:
+        return AutoTokenizer.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--model {source.label}: its tokenizer cannot be loaded "
+                        f"({str(error).strip().splitlines()[0]})") from None
+
+
+def pick_device(device):
+    """torch.device for --device auto|cpu|cuda|mps. Raises UserError when it is not there."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    elif (device == "cuda" and not torch.cuda.is_available()) or (
+            device == "mps" and not torch.backends.mps.is_available()):
+        raise UserError(f"--device {device}: not available on this machine")
+    return torch.device(device)
+
+
+def pick_dtype(dtype, device):
+    """torch.dtype for --dtype; auto: float32 on CPU, bfloat16 on GPUs that have it, float16 else."""
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    if device.type == "cpu":
+        return torch.float32
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.float16
+    return torch.bfloat16 if device.type == "cuda" else torch.float16
+
+
+def load_decoder(source, dtype="auto", device="auto", device_map=None, trust_remote_code=False):
+    """Load the weights of `source` and return its Decoder.
+
+    A folder with patches is loaded by this project's own class, so it needs no remote code. Raises UserError when
+    a tensor is missing, unexpected or of another shape, or when the decoder layers cannot be found.
+    """
+    device = pick_device(device)
+    dtype = pick_dtype(dtype, device)
+    transformers.utils.logging.disable_progress_bar()
+    options = {"dtype": dtype, "output_loading_info": True}
+    if device_map is not None:
+        options["device_map"] = device_map
+    try:
+        if source.is_patched:
+            model, info = _load_patched(source, options)
+        else:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                source.folder, trust_remote_code=trust_remote_code, **options)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise UserError(f"--model {source.label}: cannot be loaded "
+                        f"({type(error).__name__}: {str(error).strip().splitlines()[0]})") from None
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        keys = sorted(map(str, info.get(problem) or ()))
+        if keys:
+            raise UserError(f"--model {source.label}: {problem.replace('_', ' ')} in its weights: "
+                            f"{', '.join(keys[:3])}{f' and {len(keys) - 3} more' if len(keys) > 3 else ''}")
+    if device_map is None:
+        model.to(device)
+    return Decoder(align_tensors(model), source)
+
+
+def _load_patched(source, options):
+    base = getattr(transformers, source.config.get("linear_patch_base", ""), None)
+    if base is None:
+        raise UserError(f"{source.folder}/config.json: linear_patch_base names no transformers class")
+    config_class, model_class = patched_classes(base)
+    config = config_class.from_pretrained(source.folder)
+    return model_class.from_pretrained(source.folder, config=config, **options)
+
+
+def find_layers(model):
+    """(parent module, its decoder layers as nn.ModuleList, module path of the list), found by structure.
+
+    The list has as many entries as the config has layers, and every entry holds attention or another mixer besides
+    an MLP: of all candidates the one with most parameters. Raises UserError naming the class when there is none.
+    """
+    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    candidates = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == depth and depth:
+            size = sum(p.numel() for p in module.parameters())
+            candidates.append((size, name))
+    if not candidates:
+        raise UserError(f"{type(model).__name__}: no list of {depth} decoder layers found; this architecture is "
+                        "not supported")
+    path = max(candidates, key=lambda c: (c[0], -len(c[1])))[1]
+    parent = model.get_submodule(path.rpartition(".")[0])
+    return parent, model.get_submodule(path), path
+
+
+def find_final_norm(parent, layers):
+    """(attribute name, module) of the norm behind the last layer, or (None, None) when the decoder has none."""
+    norms, behind = [], False
+    for name, module in parent.named_children():
+        behind = behind or module is layers
+        if behind and "norm" in type(module).__name__.lower():
+            norms.append((name, module))
+    if len(norms) > 1:
+        raise UserError(f"{type(parent).__name__}: several norms behind its layers "
+                        f"({', '.join(name for name, _ in norms)}); this architecture is not supported")
+    return norms[0] if norms else (None, None)
+
+
+@dataclass
+class LayerInputs:
+    """A batch ready to run: hidden = X^(0), [B, T, C]; kwargs[l] = what the model passes to layer l."""
+
+    hidden: torch.Tensor
+    kwargs: list
+
+
+class Decoder:
+    """A causal language model as embedding, layers 0..L-1, final norm and head.
+
+    `inputs` captures X^(0) and every layer's keyword arguments from a real call of the model with the layers
+    themselves skipped; `layer` then runs any one of them. On creation both are compared with the model's own forward,
+    so an architecture that does more between its layers is refused instead of computed wrongly.
+    """
+
+    def __init__(self, model, source=None):
+        self.model = model.eval()
+        self.model.requires_grad_(False)
+        self.source = source
+        self.parent, self.layers, self.layers_path = find_layers(model)
+        self.norm_name, self.norm = find_final_norm(self.parent, self.layers)
+        self.head = model.get_output_embeddings()
+        if self.head is None:
+            raise UserError(f"{type(model).__name__}: has no output head; a causal language model is needed")
+        self.config = model.config.get_text_config()
+        self.num_layers = len(self.layers)
+        self.hidden_size = self.config.hidden_size
+        self.vocab_size = self.head.weight.shape[0]
+        self._check()
+
+    @property
+    def device(self):
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self):
+        return self.head.weight.dtype
+
+    @property
+    def label(self):
+        return self.source.label if self.source else type(self.model).__name__
+
+    def inputs(self, input_ids, attention_mask=None, **kwargs):
+        """LayerInputs of a batch: input_ids int64 [B, T], attention_mask [B, T] with 0 at padding.
+
+        Costs the embedding and the masks only. Further keyword arguments go to the model (position_ids, ...).
+        """
+        captured = {}
+        calls = [None] * self.num_layers
+
+        def take_hidden(_, args, kwargs):
+            captured["hidden"] = args[0] if args else kwargs["hidden_states"]
+
+        def skipping(index):
+            def forward(*args, **kwargs):
+                hidden = args[0] if args else kwargs.pop("hidden_states")
+                calls[index] = kwargs
+                return (hidden,) if self.returns_tuple else hidden
+            return forward
+
+        handle = self.layers[0].register_forward_pre_hook(take_hidden, with_kwargs=True, prepend=True)
+        try:
+            with _replaced_forwards(self.layers, skipping):
+                self.model.base_model(input_ids=input_ids.to(self.device), use_cache=False,
+                                      attention_mask=None if attention_mask is None else attention_mask.to(self.device),
+                                      **kwargs)
+        finally:
+            handle.remove()
+        return LayerInputs(captured["hidden"], calls)
+
+    def layer(self, batch, index, hidden):
+        """X^(index) -> X^(index+1), [B, T, C]. Raises WorkError when float16 overflows."""
+        output = self.layers[index](hidden, **batch.kwargs[index])
+        output = first_tensor(output)
+        if output.dtype == torch.float16 and not torch.isfinite(output).all():
+            raise WorkError(f"{self.label}: float16 overflow in the residual stream, output of layer {index}; "
+                            "use --dtype bfloat16 or float32")
+        return output
+
+    def final_states(self, hidden):
+        """X^(L) -> input of the head, [B, T, C]."""
+        if self.norm is None:
+            return hidden
+        return self.norm(hidden)
+
+    def head_logits(self, states):
+        """Input of the head [..., C] -> logits [..., V], float32, with the model's own scaling and soft cap."""
+        logits = self.head(states).float()
+        for name, scale in (("logit_scale", 1), ("logits_scaling", -1)):
+            factor = getattr(self.config, name, None)
+            if factor is not None:
+                logits = logits * factor**scale
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def token_nll(self, hidden, targets):
+        """Negative log-likelihoods of `targets` [B, T'] (float32, nats) given X^(L) [B, >=T', C] at their positions.
+
+        targets[:, t] is the token that position t predicts. Logits exist for NLL_CHUNK tokens at one time.
+        """
+        length = targets.shape[1]
+        states = self.final_states(hidden[:, :length]).reshape(-1, hidden.shape[-1])
+        losses = []
+        for part, goal in zip(states.split(NLL_CHUNK), targets.reshape(-1).split(NLL_CHUNK)):
+            logits = self.head_logits(part)
+            losses.append(nn.functional.cross_entropy(logits, goal.to(logits.device), reduction="none"))
+        return torch.cat(losses).view(targets.shape)
+
+    def parameters(self):
+        """(all, [of layer 0, 1, ...]) numbers of parameters; a tied head counts once."""
+        return (sum(p.numel() for p in self.model.parameters()),
+                [sum(p.numel() for p in layer.parameters()) for layer in self.layers])
+
+    @torch.no_grad()
+    def _check(self):
+        kinds = []
+        handles = [layer.register_forward_hook(lambda _m, _a, output: kinds.append(isinstance(output, tuple)))
+                   for layer in self.layers]
+        ids = torch.arange(16).view(2, 8) % self.vocab_size
+        expected = self.model(input_ids=ids.to(self.device), use_cache=False).logits.float()
+        for handle in handles:
+            handle.remove()
+        self.returns_tuple = any(kinds)
+        batch = self.inputs(ids)
+        hidden = batch.hidden
+        for index in range(self.num_layers):
+            hidden = self.layer(batch, index, hidden)
+        found = self.head_logits(self.final_states(hidden)).to(expected.device)
+        tolerance = 1e-4 if self.dtype == torch.float32 else 3e-2
+        scale = expected.abs().max().clamp(min=1.0)
+        if not torch.isfinite(expected).all():
+            raise WorkError(f"{self.label}: non-finite logits in {str(self.dtype).removeprefix('torch.')}; "
+                            "use --dtype float32 or bfloat16, or check its weights")
+        if (found - expected).abs().max() > tolerance * scale:
+            raise UserError(f"{type(self.model).__name__}: running its layers one by one does not give its own "
+                            "logits; this architecture is not supported")
+
+
+def first_tensor(output):
+    """The hidden states [B, T, C] that a layer returned, as a tensor or as the first entry of a tuple."""
+    hidden = output[0] if isinstance(output, tuple) else output
+    if hidden.ndim != 3:
+        raise WorkError(f"a decoder layer returned a tensor of {hidden.ndim} dimensions, expected [B, T, C]")
+    return hidden
+
+
+@contextmanager
+def _replaced_forwards(layers, make_forward):
+    """Within the block, layer l runs make_forward(l) instead of its own forward; its hooks stay."""
+    saved = [layer.__dict__.get("forward") for layer in layers]
+    try:
+        for index, layer in enumerate(layers):
+            layer.forward = make_forward(index)
+        yield
+    finally:
+        for layer, forward in zip(layers, saved):
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward

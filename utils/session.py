@@ -1,0 +1,96 @@
+"""One call of a script: its model, tokenizer, calibration windows and statistics, each loaded when first needed.
+
+A call whose artifacts are all there loads no weights.
+"""
+
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from utils.activations import Stats, collect
+from utils.artifacts import Stopwatch, read_json, reusable
+from utils.cli import seed_everything
+from utils.corpora import calibration_windows
+from utils.errors import UserError
+from utils.hadamard import rotation
+from utils.models import EMBEDDED, find_layers, find_model, load_decoder, load_tokenizer, pick_device, pick_dtype
+
+
+class Session:
+    """The model named by a script's flags (utils/cli.py) and what is derived from it. Seeds on creation."""
+
+    def __init__(self, args):
+        self.args = args
+        self.watch = Stopwatch()
+        seed_everything(getattr(args, "seed", 0))
+        self.source = find_model(args.model, args.trust_remote_code)
+        self.device = pick_device(args.device)
+        self.dtype = pick_dtype(args.dtype, self.device)
+
+    @cached_property
+    def tokenizer(self):
+        return load_tokenizer(self.source, self.args.trust_remote_code)
+
+    @cached_property
+    def decoder(self):
+        args = self.args
+        return load_decoder(self.source, args.dtype, args.device, args.device_map, args.trust_remote_code)
+
+    @cached_property
+    def parameters(self):
+        """(all, [of each layer]) numbers of parameters, from the config alone; a tied head counts once."""
+        config = AutoConfig.from_pretrained(self.source.folder, trust_remote_code=self.args.trust_remote_code)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=self.args.trust_remote_code)
+        model.tie_weights()
+        _, layers, _ = find_layers(model)
+        return (sum(p.numel() for p in model.parameters()),
+                [sum(p.numel() for p in layer.parameters()) for layer in layers])
+
+    @property
+    def dtype_name(self):
+        return str(self.dtype).removeprefix("torch.")
+
+    def check_seq_len(self, seq_len):
+        """Raise UserError when windows are longer than the model's positions."""
+        text = self.source.config.get("text_config", self.source.config)
+        longest = text.get("max_position_embeddings")
+        if longest is not None and seq_len > longest:
+            raise UserError(f"--seq-len {seq_len}: {self.source.label} has max_position_embeddings {longest}; "
+                            f"give at most {longest}")
+
+    def calibration(self, part="train", samples=None):
+        """Windows of the calibration flags; part 'validation' takes them from the last 10 % of the split."""
+        args = self.args
+        self.check_seq_len(args.seq_len)
+        corpus = args.calib_data or ("wiki" if args.model == EMBEDDED else "wikitext2")
+        return calibration_windows(corpus, self.tokenizer, samples or args.calib_samples, args.seq_len, seed=args.seed,
+                                   sampling=args.calib_sampling, data_dir=args.data_dir, part=part)
+
+    def stats(self, path):
+        """(Stats, their recipe, calibration info): read from `path` when its recipe is the same, else collected."""
+        windows = self.calibration()
+        turn = rotation(self.source.shape[1])
+        recipe = {"model": self.source.identity(), "token_ids_sha256": windows.info["token_ids_sha256"],
+                  "samples": len(windows.ids), "seq_len": windows.ids.shape[1], "dtype": self.dtype_name,
+                  "rotation": turn.info()}
+        if reusable(path, "stats", recipe, self.args.force):
+            return Stats.load(path)[0], recipe, windows.info
+        stats = collect(self.decoder, windows.ids, turn, self.args.batch_size)
+        stats.save(path, {"recipe": recipe, "model": recipe["model"], "calibration": windows.info,
+                          "provenance": self.watch.provenance(self.decoder)})
+        return stats, recipe, windows.info
+
+    def read_selection(self, path):
+        """A selection artifact made for this model. Raises UserError."""
+        selection = read_json(path, "selection")
+        self.source.check_artifact(selection.get("model", {}), path)
+        return selection
+
+
+def default_folder(model):
+    """runs/<model>: where a script writes when --out is not given."""
+    name = Path(model).stem if Path(model).exists() else model.replace("/", "--")
+    return Path("runs") / name

@@ -1,0 +1,184 @@
+"""Cut layers out of a model, attach patches, and save the result as an ordinary Hugging Face folder."""
+
+import copy
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from utils import modeling_linearpatch
+from utils.errors import UserError
+from utils.patch import layer_lists
+from utils.selection import kept_layers
+
+INDEX_LISTS = ("mlp_only_layers", "full_attn_idxs")  # lists OF layer indices
+NOT_PER_LAYER = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "keys_to_ignore_at_inference")
+
+
+def cut(decoder, removed):
+    """Remove layers from the decoder's model, in place: list, layer_idx of every module, and per-layer config.
+
+    Kept tensors are untouched. Raises UserError when a model built from the new config would differ in its layers,
+    as with patterns that are computed from a layer's index.
+    """
+    kept = kept_layers(decoder.num_layers, removed)
+    model = decoder.model
+    layers = nn.ModuleList(decoder.layers[index] for index in kept)
+    setattr(decoder.parent, decoder.layers_path.rpartition(".")[2], layers)
+    for new_index, layer in enumerate(layers):
+        for module in layer.modules():
+            if isinstance(getattr(module, "layer_idx", None), int):
+                module.layer_idx = new_index
+    cut_config(model.config.get_text_config(), decoder.num_layers, kept)
+    _check_rebuild(model, layers)
+    return model
+
+
+def cut_config(config, num_layers, kept):
+    """Fit a transformers config to the kept layers, in place: the depth and every list with one entry a layer."""
+    position = {old: new for new, old in enumerate(kept)}
+    config.num_hidden_layers = len(kept)
+    for name, value in list(vars(config).items()):
+        if not isinstance(value, list):
+            continue
+        if name in INDEX_LISTS:
+            setattr(config, name, [position[index] for index in value if index in position])
+        elif len(value) == num_layers and name not in NOT_PER_LAYER:
+            setattr(config, name, [value[index] for index in kept])
+
+
+def _check_rebuild(model, layers):
+    """A model built from the cut config must have the same layers: classes, shapes and plain attributes."""
+    with torch.device("meta"):
+        fresh = type(model)(copy.deepcopy(model.config))
+    path = next(name for name, module in model.named_modules() if module is layers)
+    for index, (ours, rebuilt) in enumerate(zip(layers, fresh.get_submodule(path), strict=True)):
+        if _traits(ours) != _traits(rebuilt):
+            raise UserError(f"{type(model).__name__}: layer {index} after the cut cannot be expressed in its config "
+                            "(its pattern depends on the layer index); keep the patch file and evaluate with it")
+
+
+def _traits(layer):
+    traits = {}
+    for name, module in layer.named_modules():
+        plain = {key: value for key, value in vars(module).items()
+                 if isinstance(value, (int, float, str)) and not key.startswith("_") and key != "training"}
+        shapes = {key: tuple(p.shape) for key, p in module.named_parameters(recurse=False)}
+        traits[name] = (type(module).__name__, plain, shapes)
+    return traits
+
+
+def patched_model(decoder, variant):
+    """Cut the decoder's model to `variant`, in place, and return it with the variant's patches inside.
+
+    Without patches the result is the model itself; with patches an instance of the patched class of its class, which
+    shares all tensors. Its forward, generate and save_pretrained are those of any transformers model.
+    """
+    num_layers = decoder.num_layers
+    path, norm_name = decoder.layers_path, decoder.norm_name
+    model = cut(decoder, variant.removed)
+    if not variant.patches:
+        return model
+    base = type(model)
+    config_class, model_class = modeling_linearpatch.patched_classes(base)
+    kept = kept_layers(num_layers, variant.removed)
+    places = []
+    for index, patch in sorted(variant.patches.items()):
+        new_index = sum(layer < index for layer in kept)
+        parent = path.rpartition(".")[0]
+        if new_index == len(kept) and norm_name is None:
+            raise UserError(f"{base.__name__}: has no final norm, so a patch behind its last layer has no place")
+        module = f"{path}.{new_index}" if new_index < len(kept) else f"{parent}.{norm_name}".lstrip(".")
+        places.append((module, patch))
+    content = {key: value for key, value in model.config.to_dict().items() if key != "model_type"}
+    content.update(
+        linear_patches=[{"module": module, "shape": list(patch.weight.shape)} for module, patch in places],
+        linear_patch_base=base.__name__,
+        architectures=["LinearPatchForCausalLM"],
+        auto_map={"AutoConfig": "modeling_linearpatch.LinearPatchConfig",
+                  "AutoModelForCausalLM": "modeling_linearpatch.LinearPatchForCausalLM"},
+    )
+    config = config_class.from_dict(content)
+    config._attn_implementation = model.config._attn_implementation
+    with torch.device("meta"):
+        patched = model_class(config)
+    state = model.state_dict()
+    state.update({f"linear_patches.{i}.weight": patch.weight.detach() for i, (_, patch) in enumerate(places)})
+    patched.load_state_dict(state, assign=True)
+    _share_buffers(model, patched)
+    patched.tie_weights()
+    patched.generation_config = model.generation_config
+    return patched.eval()
+
+
+def _share_buffers(model, patched):
+    """Buffers outside the state dict (rotary frequencies) were built on the meta device: take the model's."""
+    for name, module in patched.named_modules():
+        if name.startswith("linear_patches"):
+            continue
+        original = model.get_submodule(name)
+        for key, buffer in original.named_buffers(recurse=False):
+            module._buffers[key] = buffer
+
+
+def save_folder(decoder, tokenizer, variant, folder, about):
+    """Write `variant` as a complete model folder, atomically; the decoder's model is cut in place.
+
+    config, safetensors, tokenizer, generation config, and linearpatch.json with `about`, the layer lists and where
+    patches sit. With patches also modeling_linearpatch.py: the folder loads with trust_remote_code=True only.
+    Raises UserError when `folder` exists and is not an empty folder or one that this function wrote.
+    """
+    folder = Path(folder)
+    check_save_folder(folder)
+    if variant.patches and not _importable(type(decoder.model)):
+        raise UserError(f"{type(decoder.model).__name__}: comes with remote code, so a patched folder cannot name its "
+                        "class; keep the patch file and evaluate with it")
+    num_layers = decoder.num_layers
+    kept = kept_layers(num_layers, variant.removed)
+    model = patched_model(decoder, variant)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".tmp"))
+    try:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        if variant.patches:
+            (temporary / "modeling_linearpatch.py").write_text(_remote_code(model.config.linear_patch_base))
+        positions = [sum(layer < index for layer in kept) - 1 for index in sorted(variant.patches)]
+        (temporary / "linearpatch.json").write_text(json.dumps({
+            "format": "linearpatch/folder@1", **layer_lists(num_layers, variant.removed),
+            "removed_layers": sorted(variant.removed),
+            "patch_position": positions[0] if len(positions) == 1 else positions or None,
+            "patch_position_meaning": "acts on the output of this kept layer, numbered in the saved model; -1: embedding",
+            **about}, indent=1) + "\n")
+        os.chmod(temporary, 0o755)
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(temporary, folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return model
+
+
+def check_save_folder(folder):
+    """Raise UserError unless `folder` may be written: absent, empty, or written by save_folder before."""
+    folder = Path(folder)
+    if folder.is_file():
+        raise UserError(f"--save-model {folder}: is a file")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "linearpatch.json").is_file():
+        raise UserError(f"--save-model {folder}: is not empty and was not written by this project; choose another")
+
+
+def _importable(model_class):
+    import transformers
+    return getattr(transformers, model_class.__name__, None) is model_class
+
+
+def _remote_code(base_name):
+    code = Path(modeling_linearpatch.__file__).read_text(encoding="utf-8")
+    return code + (f"\n\nfrom transformers import {base_name}  # noqa: E402  the class of the unpatched model\n\n"
+                   f"LinearPatchConfig, LinearPatchForCausalLM = patched_classes({base_name})\n")
