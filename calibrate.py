@@ -123,7 +123,7 @@ def main():
         save_folder(session.decoder, session.tokenizer, variant, args.save_model,
                     {"stage": "calibrated", "base_model": header["model"], "scaling": header["scaling"],
                      "calibration": calibration, "seed": args.seed})
-        print(f"wrote {args.save_model} ({variant.describe(num_layers)})")
+        print(f"wrote {args.save_model} ({variant.describe(session.source)})")
 
 
 def report(variant, path):

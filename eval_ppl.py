@@ -4,29 +4,20 @@ Non-overlapping windows of the tokenised stream, exp of the mean loss of their n
 share one load and the layers that they have in common. Rows that ppl.json already has are kept, not recomputed.
 """
 
-from pathlib import Path
-
 import torch
 
 from utils import cli
 from utils.artifacts import read_json, write_json
 from utils.corpora import describe, evaluation_windows
-from utils.errors import UserError
-from utils.models import EMBEDDED
-from utils.patch import read_patch
-from utils.perplexity import mean_stderr, summarise, window_losses
+from utils.perplexity import summarise, window_losses
 from utils.session import Session, default_folder
-from utils.variants import Variant
 
 
 def arguments():
     p = cli.parser(__doc__, "python eval_ppl.py --model smollm2-135m --patch runs/smollm2-135m/patch.safetensors "
                             "--datasets wiki --seq-len 512 --limit-windows 4")
     cli.add_model_flags(p)
-    p.add_argument("--patch", nargs="+", default=[], metavar="[NAME=]FILE", help="patched variants; or 'dense'")
-    p.add_argument("--selection", nargs="+", default=[], metavar="[NAME=]FILE",
-                   help="pruned variants without a patch; or 'dense'")
-    p.add_argument("--no-dense", action="store_true", help="leave the unpruned model out; it is the reference otherwise")
+    cli.add_variant_flags(p)
     p.add_argument("--datasets", nargs="+", default=None,
                    help="wikitext2 c4 c4-new ptb ptb-new wiki news, or files; default wiki news for the embedded model, "
                         "else wikitext2 c4 ptb")
@@ -42,47 +33,13 @@ def arguments():
     return p.parse_args()
 
 
-def find_variants(args, session):
-    """Variants in the order of the command line, dense first unless --no-dense. Raises UserError on a double name."""
-    variants = [] if args.no_dense else [Variant("dense")]
-    for option in ("selection", "patch"):
-        for text in getattr(args, option):
-            if text == "dense":
-                if args.no_dense:
-                    variants.append(Variant("dense"))
-                continue
-            name, separator, path = text.rpartition("=")
-            path = Path(path if separator else text)
-            variants.append(read(path, session.source, name or _default_name(path)) if option == "patch"
-                            else _pruned(path, session, name or _default_name(path)))
-    names = [variant.name for variant in variants]
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"two variants are called {name}; name them with --patch NAME=FILE")
-    if not variants:
-        raise UserError("nothing to evaluate: give --patch or --selection, or drop --no-dense")
-    return variants
-
-
-def _default_name(path):
-    return f"{path.parent.name}/{path.stem}".lstrip("/")
-
-
-def _pruned(path, session, name):
-    selection = session.read_selection(path)
-    return Variant(name, tuple(selection["removed"]), {}, {"scaling": "vanilla"})
-
-
 def main():
     args = arguments()
     args.out = args.out or default_folder(args.model) / "ppl.json"
     session = Session(args)
     session.check_seq_len(args.seq_len)
-    variants = find_variants(args, session)
-    datasets = args.datasets or (["wiki", "news"] if args.model == EMBEDDED else ["wikitext2", "c4", "ptb"])
-    num_layers = session.source.shape[0]
-    for variant in variants:
-        print(f"{variant.name}: {variant.describe(num_layers)}, checksum {variant.digest()[:12]}")
+    variants = session.variants()
+    datasets = args.datasets or (["wiki", "news"] if session.embedded_text else ["wikitext2", "c4", "ptb"])
 
     earlier = {}
     if args.out.exists() and not args.force:

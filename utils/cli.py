@@ -54,6 +54,15 @@ def add_calibration_flags(p):
     group.add_argument("--batch-size", type=positive, default=1, help="windows a forward pass")
 
 
+def add_variant_flags(p):
+    """--patch and --selection: the variants that one evaluation compares."""
+    group = p.add_argument_group("variants (the model itself, called dense, comes first)")
+    group.add_argument("--patch", nargs="+", default=[], metavar="[NAME=]FILE", help="patched variants")
+    group.add_argument("--selection", nargs="+", default=[], metavar="[NAME=]FILE",
+                       help="pruned variants without a patch")
+    group.add_argument("--no-dense", action="store_true", help="leave the model itself out")
+
+
 def add_output_flags(p, out_help):
     """--out and --force."""
     p.add_argument("--out", type=Path, default=None, help=out_help)

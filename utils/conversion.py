@@ -5,13 +5,13 @@ Both are converted once; a folder gets its name only when it is complete, and la
 
 import hashlib
 import json
-import os
 import pickle
 import re
 import shutil
 import sys
 import tempfile
 import time
+import uuid
 import warnings
 import zipfile
 from contextlib import contextmanager
@@ -92,12 +92,11 @@ def _remembered_sha256(path):
 
 
 def _gguf_header(path):
-    """Metadata (dict of str to value) of a GGUF file, with "tensors": dict of tensor name to number of values."""
+    """Metadata of a GGUF file but for its arrays (dict), with "tensors": dict of tensor name to number of values."""
     from gguf import GGUFReader
     try:
         reader = GGUFReader(path)
-        wanted = [field for name, field in reader.fields.items() if not name.startswith("tokenizer.ggml.t")]
-        header = {field.name: field.contents() for field in wanted if len(field.data) == 1}
+        header = {name: field.contents() for name, field in reader.fields.items() if len(field.data) == 1}
         header["tensors"] = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, UnicodeDecodeError, OSError):
         raise UserError(f"{path}: truncated or damaged GGUF file; fetch it again") from None
@@ -197,14 +196,14 @@ def _new_folder(folder):
         for leftover in folder.parent.glob(f".{folder.name}.*"):
             if time.time() - leftover.stat().st_mtime > LEFTOVER_SECONDS:
                 shutil.rmtree(leftover, ignore_errors=True)
-        temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+        temporary = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}"
+        temporary.mkdir()
     except OSError as error:
         raise WorkError(f"{folder.parent}: cannot be written ({error.strerror})") from None
     try:
         yield temporary
-        temporary.chmod(0o755)
         for file in temporary.iterdir():
-            file.chmod(0o644)  # safetensors writes 0600
+            file.chmod(temporary.stat().st_mode & 0o666)  # safetensors writes 0600 whatever the umask
         try:
             temporary.rename(folder)
         except OSError:
@@ -350,7 +349,7 @@ def _convert_weights(folder, shards, llama, normalise, target):
     files, written, pending = [], set(), {}
 
     def flush():
-        files.append(list(pending))
+        files.append({name: tensor.nbytes for name, tensor in pending.items()})
         save_file(pending, target / f"part-{len(files)}", metadata={"format": "pt"})
         pending.clear()
 
@@ -401,17 +400,15 @@ def _tensors(path):
 
 
 def _name_shards(target, files):
-    """Rename part-1.. to the names that transformers expects; `files` lists the tensor names of each part."""
+    """Rename part-1.. to the names that transformers expects; `files`: per part, tensor name to bytes."""
     if len(files) == 1:
         (target / "part-1").rename(target / "model.safetensors")
         return
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
-    total = 0
     for number, name in enumerate(names, 1):
-        total += (target / f"part-{number}").stat().st_size
         (target / f"part-{number}").rename(target / name)
     places = {tensor: name for name, tensors in zip(names, files) for tensor in tensors}
-    index = {"metadata": {"total_size": total}, "weight_map": places}
+    index = {"metadata": {"total_size": sum(sum(sizes.values()) for sizes in files)}, "weight_map": places}
     (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
 
 
@@ -422,6 +419,7 @@ def _sentencepiece_tokenizer(folder):
     Llama's habits; bos, eos, unk and pad in a text become their ids, as Hugging Face tokenizers do. BOS and EOS are
     added only where tokenizer_config.json asks for it (the released models do not).
     """
+    from google.protobuf.message import DecodeError
     from sentencepiece.sentencepiece_model_pb2 import ModelProto
     from transformers import PreTrainedTokenizerFast
     path = folder / "tokenizer.model"
@@ -432,7 +430,7 @@ def _sentencepiece_tokenizer(folder):
             raise UserError(f"{path}: not a sentencepiece BPE model with spaces before words")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except ValueError:  # protobuf's DecodeError is one
+    except DecodeError:
         raise UserError(f"{path}: not a sentencepiece model") from None
     settings = _read_json(folder / "tokenizer_config.json", required=False)
     defaults = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<unk>"}

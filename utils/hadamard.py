@@ -24,11 +24,9 @@ from .errors import WorkError
 
 ORDERS = ("released", "paper")
 KINDS = ("hadamard", "dct", "random")
-MAX_FACTOR = 64  # order of the matrices that are applied, where m allows it: on CPU as fast as any other split
-CHUNK = 1 << 18  # elements (1 MB in float32) that pass through all factors while they are in the CPU's cache
+MAX_BITS = 6     # Sylvester's matrix is applied in factors of order 64 or less: on CPU as fast as any other split
+CHUNK = 1 << 19  # elements (2 MB in float32) that pass through all factors while they are in the CPU's cache
 
-
-# ---- which factors: integers only, no matrix is built ---------------------------------------------------------------
 
 @lru_cache(maxsize=None)
 def _prime_power(q):
@@ -63,14 +61,12 @@ def _plan(size):
     if odd == 1:
         return (), size
     if odd == 5 and size % 8 == 0:
-        return (2, 20), size // 40  # QuaRot's 40, which is tested before 20
+        return (40,), size // 40  # as in QuaRot, which tests 40 = 2 x 20 before 20
     for cofactor in (4 << i for i in range((power // 4).bit_length())):
         if _paley_product(cofactor * odd):
             return _paley_product(cofactor * odd), power // cofactor
     return None
 
-
-# ---- the matrices ---------------------------------------------------------------------------------------------------
 
 def _quadratic_character(p, k):
     """chi over GF(p^k), int8 [p^k]: 0 at zero, 1 at squares, -1 elsewhere.  Element i has the base-p digits of i."""
@@ -87,10 +83,12 @@ def _quadratic_character(p, k):
 
 
 def _hadamard(order):
-    """Unnormalised Hadamard matrix, int8 [order, order] with entries +-1; order: a power of two, or one of Paley's."""
+    """Unnormalised Hadamard matrix, int8 [order, order], entries +-1; order: 2^i (Sylvester), Paley's, or 2^i times that."""
+    if order == 1:
+        return torch.ones(1, 1, dtype=torch.int8)
     h2 = torch.tensor([[1, 1], [1, -1]], dtype=torch.int8)
-    if order & (order - 1) == 0:
-        return reduce(torch.kron, [h2] * (order.bit_length() - 1), torch.ones(1, 1, dtype=torch.int8))
+    if order & (order - 1) == 0 or not _paley(order):
+        return torch.kron(h2, _hadamard(order // 2))
     name, q = _paley(order)
     p, k = _prime_power(q)
     chi, weights = _quadratic_character(p, k), p ** torch.arange(k)
@@ -121,8 +119,6 @@ def _random(size, seed):
     return q * r.diagonal().sign()
 
 
-# ---- the rotation ---------------------------------------------------------------------------------------------------
-
 @dataclass(frozen=True, eq=False)
 class Rotation:
     """H, [size, size] with H H^T = I, kept as Kronecker factors.  Made by `rotation(...)`."""
@@ -146,16 +142,10 @@ class Rotation:
         Hadamard: int8 with entries +-1, s = 1/sqrt(size).  Else one orthonormal float64 matrix, s = 1.
         """
         bits = self.power.bit_length() - 1
-        count = math.ceil(bits / (MAX_FACTOR.bit_length() - 1))
+        count = math.ceil(bits / MAX_BITS)
         sylvester = [_hadamard(1 << (bits + i) // count) for i in range(count)]
         parts = self._m_factors() + sylvester if self.order == "released" else sylvester + self._m_factors()
-        merged = parts[:1] or [_hadamard(1)]
-        for part in parts[1:]:  # multiply neighbours out while they stay small: fewer passes over the data
-            if len(merged[-1]) * len(part) <= MAX_FACTOR:
-                merged[-1] = torch.kron(merged[-1], part)
-            else:
-                merged.append(part)
-        return merged
+        return parts or [_hadamard(1)]
 
     def apply(self, x):
         """x @ H over the last axis (eq. 6: the rotated activations).
@@ -281,7 +271,7 @@ def rotation(size, order="released", kind="hadamard", seed=0):
 def _rotation(size, order, kind, seed):
     plan = _plan(size) if kind == "hadamard" else None
     orders, power = plan or ((), 1)
-    words = [f"{_paley(n)[0]} {n}" if n > 2 else "Sylvester 2" for n in orders]
+    words = [f"{_paley(n)[0]} {n}" if n != 40 else "Sylvester 2 x Paley I 20" for n in orders]
     sylvester = [f"Sylvester {power}"] if power > 1 or not orders else []
     construction = " x ".join(words + sylvester if order == "released" else sylvester + words)
     if not plan:

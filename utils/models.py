@@ -54,6 +54,13 @@ class ModelSource:
         return "linear_patches" in self.config
 
     @property
+    def patched_behind(self):
+        """Layers (-1: the embedding) behind which a saved folder carries patches of its own."""
+        last = self.shape[0] - 1
+        ends = [entry["module"].rpartition(".")[2] for entry in self.config.get("linear_patches", ())]
+        return [int(end) - 1 if end.isdigit() else last for end in ends]
+
+    @property
     def shape(self):
         """(num_layers, hidden_size) as config.json states them."""
         text = self.config.get("text_config", self.config)

@@ -16,6 +16,8 @@ from utils.corpora import calibration_windows
 from utils.errors import UserError
 from utils.hadamard import rotation
 from utils.models import EMBEDDED, find_layers, find_model, load_decoder, load_tokenizer, pick_device, pick_dtype
+from utils.patch import read_patch
+from utils.variants import Variant
 
 
 class Session:
@@ -50,6 +52,11 @@ class Session:
                 [sum(p.numel() for p in layer.parameters()) for layer in layers])
 
     @property
+    def embedded_text(self):
+        """Whether default corpora are the embedded ones: for the embedded model, unless local data sets are given."""
+        return self.args.model == EMBEDDED and not self.args.data_dir
+
+    @property
     def dtype_name(self):
         return str(self.dtype).removeprefix("torch.")
 
@@ -65,7 +72,7 @@ class Session:
         """Windows of the calibration flags; part 'validation' takes them from the last 10 % of the split."""
         args = self.args
         self.check_seq_len(args.seq_len)
-        corpus = args.calib_data or ("wiki" if args.model == EMBEDDED else "wikitext2")
+        corpus = args.calib_data or ("wiki" if self.embedded_text else "wikitext2")
         return calibration_windows(corpus, self.tokenizer, samples or args.calib_samples, args.seq_len, seed=args.seed,
                                    sampling=args.calib_sampling, data_dir=args.data_dir, part=part)
 
@@ -88,6 +95,40 @@ class Session:
         selection = read_json(path, "selection")
         self.source.check_artifact(selection.get("model", {}), path)
         return selection
+
+
+    def variants(self):
+        """Variants of --selection and --patch behind the model itself, each printed with its depth and checksum.
+
+        Files may be named NAME=FILE; the word dense stands for the model itself. Raises UserError on a double name.
+        """
+        args, found = self.args, {}
+        given = [("selection", text) for text in args.selection] + [("patch", text) for text in args.patch]
+        if not args.no_dense:
+            given.insert(0, ("patch", "dense"))
+        for kind, text in given:
+            name, separator, path = text.partition("=")
+            if text == "dense" or not separator:
+                name, path = (text if text == "dense" else _variant_name(text)), text
+            if text == "dense":
+                variant = Variant("dense")
+            elif kind == "patch":
+                variant = read_patch(path, self.source, name)
+            else:
+                variant = Variant(name, tuple(self.read_selection(path)["removed"]), {}, {"scaling": "vanilla"})
+            if name in found and text != "dense":
+                raise UserError(f"two variants are called {name}; name them with NAME=FILE")
+            found[name] = variant
+        if not found:
+            raise UserError("nothing to evaluate: give --patch or --selection, or drop --no-dense")
+        for name, variant in found.items():
+            print(f"{name}: {variant.describe(self.source)}, checksum {variant.digest()[:12]}")
+        return list(found.values())
+
+
+def _variant_name(path):
+    path = Path(path)
+    return f"{path.parent.name}/{path.stem}".lstrip("/")
 
 
 def default_folder(model):

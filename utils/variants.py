@@ -40,10 +40,13 @@ class Variant:
             digest.update(patch.weight.detach().cpu().numpy().tobytes())
         return digest.hexdigest()
 
-    def describe(self, num_layers):
-        """What scripts print, in the numbers of the cut model: 'layers 4, patch after layer 1, yes'."""
-        kept = kept_layers(num_layers, self.removed)
-        behind = [sum(layer < index for layer in kept) - 1 for index in sorted(self.patches)]
+    def describe(self, source):
+        """What scripts print, in the numbers of the cut model: 'layers 4, patch after layer 1, yes'.
+
+        source: ModelSource; a folder that carries patches itself has them in every variant.
+        """
+        kept = kept_layers(source.shape[0], self.removed)
+        behind = [sum(layer < index for layer in kept) - 1 for index in sorted(self.patches)] + source.patched_behind
         places = ", ".join("after the embedding" if layer < 0 else f"after layer {layer}" for layer in behind)
         return f"layers {len(kept)}, patch {places}, yes" if places else f"layers {len(kept)}, patch no"
 

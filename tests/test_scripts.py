@@ -1,0 +1,241 @@
+"""The scripts as their users call them: artifacts, reuse, and wrong input."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from tests.tiny import ids, token_text
+from utils.artifacts import read_header, read_tensors
+from utils.models import find_model, load_decoder
+
+CALIB = ("--calib-samples", 4, "--seq-len", 32)
+
+
+def prune(script, folder, out, text, *more):
+    return script("prune", "--model", folder, "--calib-data", text, *CALIB, "--out", out / "selection.json", *more)
+
+
+def calibrate(script, folder, out, text, *more, name="patch.safetensors"):
+    return script("calibrate", "--model", folder, "--selection", out / "selection.json", "--calib-data", text, *CALIB,
+                  "--out", out / name, *more)
+
+
+def ppl(script, folder, out, text, *more):
+    return script("eval_ppl", "--model", folder, "--datasets", text, "--seq-len", 32, "--out", out / "ppl.json", *more)
+
+
+def rows(out):
+    return {row["variant"]: row for row in json.loads((out / "ppl.json").read_text())["results"]}
+
+
+def test_no_op_layers_are_found_patched_by_the_identity_and_cost_nothing(script, folders, tmp_path, text):
+    folder = folders("no-ops")
+    code, out, _ = prune(script, folder, tmp_path, text, "--n-prune", 2)
+    assert code == 0 and "remove layers [2, 3] (0-based), keep [0, 1, 4, 5]" in out and "warning: 33 %" in out
+    selection = json.loads((tmp_path / "selection.json").read_text())
+    assert selection["removed"] == [2, 3] and selection["kept"] == [0, 1, 4, 5] and selection["runs"] == [[2, 4]]
+    assert {"model", "metric", "n_prune", "scores", "parameters", "calibration", "provenance"} <= set(selection)
+    assert calibrate(script, folder, tmp_path, text)[0] == 0
+    _, tensors = read_tensors(tmp_path / "patch.safetensors", "patch")
+    torch.testing.assert_close(tensors["run0.d"], torch.ones(64), rtol=0, atol=1e-5)
+    code, out, _ = ppl(script, folder, tmp_path, text, "--selection", f"vanilla={tmp_path}/selection.json",
+                       "--patch", f"P={tmp_path}/patch.safetensors")
+    assert code == 0 and "layers 4, patch after layer 1, yes" in out and "layers 4, patch no" in out
+    assert re.search(r"checksum [0-9a-f]{12}", out)
+    found = rows(tmp_path)
+    for name in ("vanilla", "P"):
+        assert found[name]["ppl"] == pytest.approx(found["dense"]["ppl"], rel=1e-5)
+    assert {"windows", "seq_len", "scored_tokens", "dropped_tokens", "bos", "nll_mean", "nll_stderr", "split"} <= set(
+        found["P"])
+
+
+def test_a_run_that_ends_at_the_last_layer_is_patched_before_the_norm(script, folders, tmp_path, text):
+    folder = folders("no-ops-end")
+    code, out, _ = prune(script, folder, tmp_path, text, "--n-prune", 2, "--protect-last", 0)
+    assert code == 0 and "[4, 6)" in out
+    calibrate(script, folder, tmp_path, text)
+    ppl(script, folder, tmp_path, text, "--patch", f"P={tmp_path}/patch.safetensors")
+    found = rows(tmp_path)
+    assert found["P"]["ppl"] == pytest.approx(found["dense"]["ppl"], rel=1e-5)
+
+
+def test_perplexity_equals_a_plain_evaluation(script, folders, tmp_path):
+    text = tmp_path / "thousand.txt"
+    text.write_text(token_text(1000, seed=5))
+    code, out, _ = script("eval_ppl", "--model", folders("llama"), "--datasets", text, "--seq-len", 256, "--out",
+                          tmp_path / "ppl.json")
+    row = rows(tmp_path)["dense"]
+    assert code == 0 and (row["windows"], row["scored_tokens"], row["dropped_tokens"]) == (3, 765, 232)
+    assert re.search(r"windows=3\b.*seq_len=256\b.*scored=765\b.*dropped=232\b", out)
+    tokens = torch.tensor([4 + int(w[1:]) for w in text.read_text().split()])[:768].view(3, 256)
+    model = load_decoder(find_model(str(folders("llama")))).model
+    with torch.no_grad():
+        logits = model(tokens).logits.double()
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 128), tokens[:, 1:].reshape(-1))
+    assert row["ppl"] == pytest.approx(loss.exp().item(), rel=1e-6)
+    code, _, err = script("eval_ppl", "--model", folders("llama"), "--datasets", text, "--seq-len", 200, "--bos",
+                          "window")
+    assert code in (0, 2)  # the test tokenizer has a BOS; both are legal
+
+
+def test_other_n_metric_estimator_and_scaling_need_no_forward(script, folders, tmp_path, text, monkeypatch):
+    folder = folders("llama")
+    assert prune(script, folder, tmp_path, text, "--n-prune", 2)[0] == 0
+
+    def no_weights(*args, **kwargs):
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("utils.session.load_decoder", no_weights)
+    for metric in ("cosine", "cosine-sequence-axis", "angular", "shortgpt"):
+        code, out, _ = prune(script, folder, tmp_path, text, "--n-prune", 3, "--metric", metric)
+        assert code == 0 and "stats.safetensors: reused" in out
+    for scaling in ("hadamard", "diagonal", "none", "random"):
+        for estimator in ("ratio-of-sums", "mean-of-ratios"):
+            assert calibrate(script, folder, tmp_path, text, "--scaling", scaling, "--estimator", estimator)[0] == 0
+
+
+def test_finished_artifacts_are_reused_and_say_so(script, folders, tmp_path, text):
+    folder = folders("llama")
+    prune(script, folder, tmp_path, text, "--n-prune", 2)
+    calibrate(script, folder, tmp_path, text)
+    ppl(script, folder, tmp_path, text, "--patch", tmp_path / "patch.safetensors")
+    names = ("selection.json", "stats.safetensors", "patch.safetensors")
+    before = {name: (tmp_path / name).read_bytes() for name in names}
+    for call, name in ((lambda: prune(script, folder, tmp_path, text, "--n-prune", 2), "selection.json"),
+                       (lambda: calibrate(script, folder, tmp_path, text), "patch.safetensors"),
+                       (lambda: ppl(script, folder, tmp_path, text, "--patch", tmp_path / "patch.safetensors"),
+                        "2 of 2 rows")):
+        code, out, _ = call()
+        assert code == 0 and re.search(rf"{re.escape(name)}:? reused", out)
+    assert all((tmp_path / name).read_bytes() == content for name, content in before.items())
+    code, out, _ = calibrate(script, folder, tmp_path, text, "--estimator", "mean-of-ratios")
+    assert code == 0 and "made with another estimator; recomputing" in out
+    code, out, _ = prune(script, folder, tmp_path, text, "--n-prune", 2, "--force")
+    assert code == 0 and "reused" not in out
+
+
+def test_seeds(script, folders, tmp_path, text):
+    tensors = []
+    for index, seed in enumerate((0, 0, 1)):
+        out = tmp_path / str(index)
+        prune(script, folders("llama"), out, text, "--n-prune", 2, "--seed", seed)
+        calibrate(script, folders("llama"), out, text, "--seed", seed)
+        header, found = read_tensors(out / "patch.safetensors", "patch")
+        assert header["calibration"]["seed"] == seed and header["calibration"]["token_ids_sha256"]
+        tensors.append(found["run0.d"])
+    assert torch.equal(tensors[0], tensors[1]) and not torch.equal(tensors[0], tensors[2])
+
+
+@pytest.mark.parametrize("n", [-1, 6, 7])
+def test_impossible_numbers_of_layers(script, folders, tmp_path, text, n):
+    code, _, err = prune(script, folders("llama"), tmp_path, text, "--n-prune", n)
+    assert code == 2 and f"--n-prune {n}" in err and len(err.strip().splitlines()) <= 2
+    assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_nothing_to_remove_is_fine(script, folders, tmp_path, text):
+    code, out, _ = prune(script, folders("llama"), tmp_path, text, "--n-prune", 0, "--save-model", tmp_path / "m")
+    assert code == 0 and "0 of 6 layers removed" in out
+    one, two = (load_decoder(find_model(str(f))).model for f in (folders("llama"), tmp_path / "m"))
+    with torch.no_grad():
+        assert torch.equal(one(ids()).logits, two(ids()).logits)
+
+
+@pytest.mark.parametrize("layers, message", [("2-9", "layers 0 to 5"), ("a", "--layers a"), ("3,3", "named twice"),
+                                             ("4-2", "4-2"), ("0-5", "has 6 layers"), ("paper", "table 7")])
+def test_wrong_lists_of_layers(script, folders, tmp_path, text, layers, message):
+    code, _, err = prune(script, folders("llama"), tmp_path, text, "--layers", layers)
+    assert code == 2 and message in err and not (tmp_path / "selection.json").exists()
+
+
+def test_a_list_of_layers_needs_no_calibration(script, folders, tmp_path):
+    code, out, _ = script("prune", "--model", folders("llama"), "--layers", "1,3-4", "--out", tmp_path / "s.json")
+    assert code == 0 and "[1, 2), [3, 5)" in out and "wrote" in out
+
+
+def test_artifacts_of_another_model_are_refused(script, folders, tmp_path, text):
+    prune(script, folders("llama"), tmp_path, text, "--n-prune", 2)
+    calibrate(script, folders("llama"), tmp_path, text)
+    for other, field in (("48", "hidden_size"), ("no-ops", "fingerprint")):
+        code, _, err = calibrate(script, folders(other), tmp_path, text, name="other.safetensors")
+        assert code == 2 and "made for another model" in err and field in err
+        code, _, err = ppl(script, folders(other), tmp_path, text, "--patch", tmp_path / "patch.safetensors")
+        assert code == 2 and "made for another model" in err and not (tmp_path / "ppl.json").exists()
+    assert not (tmp_path / "other.safetensors").exists()
+
+
+@pytest.mark.parametrize("content, message", [
+    (b"", "not a JSON"), (b"{}", "no format field"), (b'{"format": "linearpatch/selection@9"}', "selection@9 is unknown"),
+    (b'{"format": "linearpatch/ppl@1"}', "expected a selection"), (b"\xff\xfe", "not a JSON")])
+def test_wrong_selection_files(script, folders, tmp_path, text, content, message):
+    (tmp_path / "selection.json").write_bytes(content)
+    code, _, err = calibrate(script, folders("llama"), tmp_path, text)
+    assert code == 2 and "selection.json" in err and message in err and not (tmp_path / "patch.safetensors").exists()
+
+
+def test_wrong_patch_files(script, folders, tmp_path, text):
+    for path in (tmp_path / "none.safetensors", text, folders("llama") / "model.safetensors"):
+        code, _, err = ppl(script, folders("llama"), tmp_path, text, "--patch", path)
+        assert code == 2 and path.name in err and len(err.strip().splitlines()) <= 2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_models_are_calibrated(script, folders, tmp_path, text, dtype):
+    scales = {}
+    for wanted in ("float32", dtype):
+        for scaling in ("hadamard", "diagonal"):
+            out = tmp_path / wanted
+            assert prune(script, folders("llama"), out, text, "--layers", "2-3", "--dtype", wanted)[0] == 0
+            assert calibrate(script, folders("llama"), out, text, "--scaling", scaling, "--dtype", wanted)[0] == 0
+            scales[wanted, scaling] = read_tensors(out / "patch.safetensors", "patch")[1]["run0.d"]
+    for scaling in ("hadamard", "diagonal"):
+        torch.testing.assert_close(scales[dtype, scaling], scales["float32", scaling], rtol=0.02, atol=0)
+
+
+def test_every_kind_of_folder_is_evaluated(script, folders, tmp_path, text):
+    folder = folders("llama")
+    prune(script, folder, tmp_path, text, "--n-prune", 2, "--save-model", tmp_path / "pruned")
+    calibrate(script, folder, tmp_path, text, "--save-model", tmp_path / "patched")
+    ppl(script, folder, tmp_path, text, "--selection", f"pruned={tmp_path}/selection.json", "--patch",
+        f"patched={tmp_path}/patch.safetensors")
+    live = rows(tmp_path)
+    for name in ("pruned", "patched"):
+        out = tmp_path / f"of-{name}"
+        code, printed, _ = ppl(script, tmp_path / name, out, text)
+        removed = json.loads((tmp_path / "selection.json").read_text())["removed"]
+        assert code == 0 and f"layers 4, patch {dict(pruned='no', patched=f'after layer {removed[0] - 1}, yes')[name]}" in printed
+        assert rows(out)["dense"]["ppl"] == pytest.approx(live[name]["ppl"], rel=1e-6)
+    about = [json.loads((tmp_path / name / "linearpatch.json").read_text()) for name in ("pruned", "patched")]
+    assert [a["stage"] for a in about] == ["pruned", "calibrated"]
+    assert about[1]["removed_layers"] == json.loads((tmp_path / "selection.json").read_text())["removed"]
+    assert about[1]["patch_position"] == about[1]["removed_layers"][0] - 1
+
+
+def test_auto_keeps_the_scaling_that_is_best_on_held_out_windows(script, folders, tmp_path, text):
+    prune(script, folders("llama"), tmp_path, text, "--n-prune", 2)
+    code, out, _ = calibrate(script, folders("llama"), tmp_path, text, "--scaling", "auto", "--auto-windows", 3)
+    header = read_header(tmp_path / "patch.safetensors", "patch")
+    assert code == 0 and out.count("held-out calibration windows (3)") == 3
+    best = min(header["auto"], key=lambda row: row["ppl"])["scaling"]
+    assert header["scaling"] == best and header["recipe"]["scaling"] == "auto"
+
+
+def test_several_runs_get_a_patch_each(script, folders, tmp_path, text):
+    script("prune", "--model", folders("llama"), "--layers", "1,3-4", "--out", tmp_path / "selection.json")
+    code, out, _ = calibrate(script, folders("llama"), tmp_path, text, "--sigma-windows", 2)
+    header, tensors = read_tensors(tmp_path / "patch.safetensors", "patch")
+    assert code == 0 and header["runs"] == [[1, 2], [3, 5]] and {"run0.d", "run1.d", "run0.d_stderr"} <= set(tensors)
+    assert [row["windows"] for row in header["sigma_d"]] == [2, 2]
+
+
+def test_windows_longer_than_the_model_reads(script, folders, tmp_path, text):
+    code, _, err = script("eval_ppl", "--model", folders("llama"), "--datasets", text, "--seq-len", 400)
+    assert code == 2 and "max_position_embeddings 256" in err
+
+
+def test_help_shows_a_command(script):
+    for name in ("prune", "calibrate", "eval_ppl"):
+        code, out, _ = script(name, "--help")
+        assert code == 0 and f"python {name}.py" in out
