@@ -92,6 +92,13 @@ def parse_layers(text):
     return sorted(layers)
 
 
+def subset(items, limit, seed):
+    """A random subset of `limit` items in their own order, drawn by random.Random(seed); all without a limit."""
+    if limit is None or limit >= len(items):
+        return list(items)
+    return [items[index] for index in sorted(random.Random(seed).sample(range(len(items)), limit))]
+
+
 def seed_everything(seed):
     """Seed python, numpy and torch."""
     random.seed(seed)

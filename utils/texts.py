@@ -170,7 +170,7 @@ def _hub_rows(family, split):
     """(rows, source) of a named corpus from the one file of the hub that holds the split."""
     repository, revision, pattern, column = HUB[family]
     filename = pattern.format(split=split, shard=C4_SHARD.get(split))
-    path = _hub_file(family, split, repository, revision, filename)
+    path = hub_file(family, repository, revision, filename, " or ".join(LOCAL[family, split]))
     rows = _records(path) if family == "c4" else _parquet_column(path, column)
     if family == "ptb":
         rows = [row.strip() for row in rows]
@@ -178,7 +178,8 @@ def _hub_rows(family, split):
     return rows, f"{repository}@{commit}/{filename}"
 
 
-def _hub_file(family, split, repository, revision, filename):
+def hub_file(label, repository, revision, filename, local):
+    """Path in the hub's cache of one file of a hub data set. Raises UserError with the remedy: `local` files."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
@@ -190,9 +191,8 @@ def _hub_file(family, split, repository, revision, filename):
     try:
         return Path(hf_hub_download(**wanted))
     except (HfHubHTTPError, EntryNotFoundError, OSError) as error:
-        local = " or ".join(LOCAL[family, split])
         raise UserError(
-            f"{family}: {filename} of {repository} cannot be had from the hub ({type(error).__name__})\n"
+            f"{label}: {filename} of {repository} cannot be had from the hub ({type(error).__name__})\n"
             f"put {local} into a folder and name it by --data-dir or $LINEARPATCH_DATA, "
             'or use the embedded corpora wiki and news; see README, section "Data"'
         ) from None

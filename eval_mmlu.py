@@ -1,0 +1,88 @@
+"""Five-shot MMLU of dense, pruned and patched variants (paper, table 16): mmlu.json.
+
+The protocol of the benchmark's authors: the answer is the likeliest of the four letters behind "Answer:". The five
+examples of a subject are encoded once; all its questions run behind their keys and values.
+"""
+
+from tqdm import tqdm
+
+from utils import cli
+from utils.artifacts import reusable, read_json, write_json
+from utils.mmlu import (CATEGORIES, LETTERS, SUBJECTS, answer_tokens, content_sha256, encode, load_subjects,
+                        subject_row, summarise)
+from utils.scoring import BATCH_TOKENS, score_behind_prefix
+from utils.session import Session, default_folder
+
+
+def arguments():
+    p = cli.parser(__doc__, "python eval_mmlu.py --model smollm2-135m --subjects anatomy astronomy --limit 10 "
+                            "--data-dir FOLDER")
+    cli.add_model_flags(p)
+    cli.add_variant_flags(p)
+    p.add_argument("--subjects", nargs="+", default=["all"], metavar="SUBJECT", help="all 57, or some by name")
+    p.add_argument("--limit", type=cli.positive, help="a random subset of so many questions a subject, drawn with --seed")
+    p.add_argument("--answer-tokens", choices=["bare", "spaced"], default="bare",
+                   help="bare: the token of 'A', as in the authors' code; spaced: the token of ' A' behind 'Answer:'")
+    p.add_argument("--batch-tokens", type=cli.positive, default=BATCH_TOKENS, help="padded tokens a forward pass")
+    p.add_argument("--seed", type=int, default=0, help="of the subset")
+    cli.add_data_flags(p)
+    cli.add_output_flags(p, "result file; default runs/<model>/mmlu.json")
+    return p.parse_args()
+
+
+def main():
+    args = arguments()
+    args.out = args.out or default_folder(args.model) / "mmlu.json"
+    session = Session(args)
+    variants = session.variants()
+    answers = answer_tokens(session.tokenizer, args.answer_tokens)
+    print(f"answer tokens ({args.answer_tokens}): " + ", ".join(
+        f"{letter} = {token} {session.tokenizer.decode([token])!r}" for letter, token in zip(LETTERS, answers)))
+    subjects = SUBJECTS if args.subjects == ["all"] else list(dict.fromkeys(args.subjects))
+    tables = {subject: (examples, cli.subset(questions, args.limit, args.seed))
+              for subject, (examples, questions) in load_subjects(subjects, args.data_dir).items()}
+    recipe = {"model": session.source.identity(), "dtype": session.dtype_name, "answer_tokens": answers,
+              "variants": {variant.name: variant.digest() for variant in variants},
+              "subjects": {subject: content_sha256(table) for subject, table in tables.items()}}
+    if reusable(args.out, "mmlu", recipe, args.force):
+        show(read_json(args.out, "mmlu"))
+        return
+
+    results = []
+    longest = session.source.config.get("max_position_embeddings") or 2048
+    with tqdm(total=sum(len(questions) for _, questions in tables.values()), desc="mmlu", unit="question") as bar:
+        for subject, (examples, questions) in tables.items():
+            bar.set_description(subject)
+            by_shots, requests = encode(subject, examples, questions, session.tokenizer, answers, min(2048, longest))
+            predictions = [[0] * len(questions) for _ in variants]
+            for group in by_shots.values():
+                values = score_behind_prefix(session.decoder, variants, [r for i in group for r in requests[i]],
+                                             args.batch_tokens, label=subject, bar=bar)
+                for guesses, own in zip(predictions, values):
+                    for place, choice in zip(group, own.view(-1, len(LETTERS)).argmax(1).tolist()):
+                        guesses[place] = choice
+            results += [{**subject_row(variant.name, subject, questions, guesses),
+                         "shots": {str(shots): len(group) for shots, group in by_shots.items()}}
+                        for variant, guesses in zip(variants, predictions)]
+    content = {"model": session.source.identity(), "results": results, "summary": summarise(results),
+               "answer_tokens": {"convention": args.answer_tokens, "ids": answers}, "limit": args.limit,
+               "seed": args.seed, "recipe": recipe, "provenance": session.watch.provenance(session.decoder)}
+    write_json(args.out, "mmlu", content)
+    show(content)
+    print(f"wrote {args.out}")
+
+
+def show(content):
+    """Print a line a variant: categories, weighted and macro average, and a warning where the answers collapsed."""
+    for row in content["summary"]:
+        parts = ", ".join(f"{name} {100 * row[name]:.2f}" for name in CATEGORIES if name in row)
+        stderr = "" if row["stderr"] is None else f" +-{100 * row['stderr']:.2f}"
+        print(f"  {row['variant']:16s} weighted {100 * row['weighted_avg']:.2f}{stderr}, macro "
+              f"{100 * row['macro_avg']:.2f}; {parts}; n={row['n']} in {row['subjects']} subjects")
+        letters = ", ".join(f"{letter} {count}" for letter, count in sorted(row["predicted"].items()))
+        print(f"    predicted letters: {letters}"
+              + ("; collapsed: nearly every answer is the same letter" if row["collapsed"] else ""))
+
+
+if __name__ == "__main__":
+    cli.run(main)

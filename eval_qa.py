@@ -1,0 +1,107 @@
+"""Zero-shot question answering of dense, pruned and patched variants (paper, tables 1, 2, 5, 11 to 14): qa.json.
+
+lm-evaluation-harness makes the prompts and computes the metrics; the choices of an item share one encoding of its
+context. The printed metric is the paper's: acc_norm for ARC, HellaSwag and PIQA, acc elsewhere.
+"""
+
+import json
+from pathlib import Path
+
+from tqdm import tqdm
+
+from utils import cli
+from utils.artifacts import atomic_path, read_json, reusable, write_json
+from utils.qa import (HarnessModel, harness_results, item_records, load_tasks, paired_differences, result_row, summary)
+from utils.scoring import BATCH_TOKENS, make_packs, score
+from utils.session import Session, default_folder
+
+
+def arguments():
+    p = cli.parser(__doc__, "python eval_qa.py --model smollm2-135m --tasks arc_easy copa --limit 20 "
+                            "--data-dir FOLDER")
+    cli.add_model_flags(p)
+    cli.add_variant_flags(p)
+    p.add_argument("--tasks", nargs="+", default=["all"], metavar="TASK",
+                   help="all: the paper's nine; or tasks of lm-evaluation-harness, or .jsonl files of one's own with "
+                        'lines {"context": ..., "choices": [...], "gold": index}')
+    p.add_argument("--limit", type=cli.positive, help="a random subset of so many items a task, drawn with --seed")
+    p.add_argument("--bos", choices=["auto", "on", "off"], default="auto",
+                   help="BOS before each prompt; auto: what the tokenizer does by itself (the harness's default is off)")
+    p.add_argument("--dense", type=Path, help="qa.json with the dense row that retained performance refers to")
+    p.add_argument("--log-samples", type=Path, help="write one line an item: log-likelihoods, lengths, predictions")
+    p.add_argument("--batch-tokens", type=cli.positive, default=BATCH_TOKENS, help="padded tokens a forward pass")
+    p.add_argument("--seed", type=int, default=0, help="of the subset")
+    cli.add_data_flags(p)
+    cli.add_output_flags(p, "result file; default runs/<model>/qa.json")
+    return p.parse_args()
+
+
+def main():
+    args = arguments()
+    args.out = args.out or default_folder(args.model) / "qa.json"
+    session = Session(args)
+    variants = session.variants()
+    dense_rows = read_json(args.dense, "qa")["results"] if args.dense else []
+    model = HarnessModel(session.tokenizer, args.bos)
+    tasks = load_tasks(args.tasks, model, args.data_dir, args.limit, args.seed)
+    print(f"{model.bos_in_words()}; lm-evaluation-harness {harness_version()}, zero-shot; {session.dtype_name}")
+    recipe = {"model": session.source.identity(), "dtype": session.dtype_name, "bos": model.bos_in_words(),
+              "variants": {variant.name: variant.digest() for variant in variants},
+              "tasks": {qa.name: [qa.prompt_sha1, len(qa.items)] for qa in tasks}, "limit": args.limit,
+              "seed": args.seed, "dense": str(args.dense) if args.dense else None}
+    if not args.log_samples and reusable(args.out, "qa", recipe, args.force):
+        show(read_json(args.out, "qa"))
+        return
+
+    results, records = [], []
+    packs = {qa.name: make_packs(session.decoder, qa.groups) for qa in tasks}
+    with tqdm(total=sum(len(pack.tokens) for pack in sum(packs.values(), [])), desc="qa", unit="token",
+              unit_scale=True) as bar:
+        for qa in tasks:
+            bar.set_description(qa.name)
+            values, greedy = score(session.decoder, variants, packs[qa.name], args.batch_tokens, label=qa.name, bar=bar)
+            for variant, own, first in zip(variants, values, greedy):
+                metrics, samples = harness_results(qa, model, own, first)
+                results.append(result_row(qa, variant, metrics, samples, own))
+                records += item_records(qa, variant, samples, own) if args.log_samples else []
+
+    dense = {row["task"]: row["value"] for row in dense_rows or results if row["variant"] == "dense"}
+    content = {"model": session.source.identity(), "results": results, "summary": summary(results, dense),
+               "paired": paired_differences(results, variants[0].name), "bos": model.bos_in_words(),
+               "harness": f"lm_eval=={harness_version()}", "limit": args.limit, "seed": args.seed, "recipe": recipe,
+               "provenance": session.watch.provenance(session.decoder)}
+    write_json(args.out, "qa", content)
+    if args.log_samples:
+        with atomic_path(args.log_samples) as temporary:
+            temporary.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        print(f"wrote {args.log_samples}")
+    show(content)
+    print(f"wrote {args.out}")
+
+
+def harness_version():
+    from importlib.metadata import version
+    return version("lm_eval")
+
+
+def show(content):
+    """Print a line a variant and task, then averages and retained performance."""
+    for row in content["results"]:
+        stderr = f"+-{100 * row[row['metric'] + '_stderr']:.2f}" if row[row["metric"] + "_stderr"] is not None else ""
+        both = "  ".join(f"{metric} {100 * row[metric]:.2f}" for metric in ("acc", "acc_norm") if metric in row)
+        print(f"  {row['variant']:16s} {row['task']:14s} {row['metric']} {100 * row['value']:6.2f} {stderr:7s} "
+              f"n={row['n']}  ({both})")
+        if row.get("constant"):
+            print(f"    warning: {row['variant']} gives choice {next(iter(row['predictions']))} in every item")
+    for row in content["summary"]:
+        retained = row["retained_performance"]
+        print(f"  {row['variant']:16s} average of {len(row['tasks'])} tasks {100 * row['average']:.2f}"
+              + ("" if retained is None else f", retained performance {retained:.2f}"))
+    for row in content["paired"]:
+        if row["ci95"]:
+            print(f"  {row['variant']} - {row['reference']}, {row['task']}: {100 * row['difference']:+.2f} "
+                  f"[{100 * row['ci95'][0]:+.2f}, {100 * row['ci95'][1]:+.2f}]")
+
+
+if __name__ == "__main__":
+    cli.run(main)

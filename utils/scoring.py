@@ -1,0 +1,305 @@
+"""Log-likelihoods of continuations: what several requests share is encoded once, for several variants at once.
+
+Two ways, same numbers as plain prompts. `score` packs the requests of one item (the answer choices of a question) into
+one sequence: their longest common prefix, then one branch each, which sees the prefix and itself at the positions that
+it would have alone. `score_behind_prefix` is for many questions behind the same examples: it keeps the prefix's keys
+and values and runs the questions behind them. Logits are formed only where a token is scored.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from utils.errors import UserError, WorkError
+from utils.variants import run_variants
+
+BATCH_TOKENS = 1024  # padded tokens a forward pass; on a GPU larger ones are worth it
+PACK_TOKENS = 1024  # a longer pack of branches is split, and its prefix encoded again
+
+
+@dataclass(frozen=True)
+class Request:
+    """log p(continuation | context), as token ids; the context holds at least one token."""
+
+    context: tuple
+    continuation: tuple
+
+
+@dataclass
+class Pack:
+    """One packed sequence: tokens, positions and branch of each entry (0: shared prefix, then 1, 2, ...).
+
+    scored: one (request index, rows, targets) for each request: targets[i] is predicted at entry rows[i].
+    """
+
+    tokens: list
+    positions: list
+    branches: list
+    scored: list
+
+
+def truncated(request, max_length):
+    """(inputs, targets): all tokens but the last, and the continuation; the oldest tokens go where it is too long."""
+    whole = (*request.context, *request.continuation)[-(max_length + 1):]
+    return whole[:-1], whole[-len(request.continuation):] if len(request.continuation) < len(whole) else whole[1:]
+
+
+def pack_group(requests, indices, max_length, pack_tokens=PACK_TOKENS):
+    """Packs of the requests of one item. Requests with equal inputs share one branch.
+
+    requests: list of Request; indices: what the packs call them; max_length: positions of the model.
+    """
+    branches = {}  # inputs -> [(index, targets)]
+    for index, request in zip(indices, requests):
+        inputs, targets = truncated(request, max_length)
+        branches.setdefault(inputs, []).append((index, targets))
+    prefix = _common_prefix(list(branches))
+    packs, pack = [], None
+    for inputs, wanted in branches.items():
+        if pack is None or len(pack.tokens) + len(inputs) - prefix > max(pack_tokens, len(inputs)):
+            pack = Pack(list(inputs[:prefix]), list(range(prefix)), [0] * prefix, [])
+            packs.append(pack)
+        start, branch = len(pack.tokens), pack.branches[-1] + 1 if pack.branches else 1
+        pack.tokens += inputs[prefix:]
+        pack.positions += range(prefix, len(inputs))
+        pack.branches += [branch] * (len(inputs) - prefix)
+        for index, targets in wanted:
+            places = range(len(inputs) - len(targets), len(inputs))
+            pack.scored.append((index, [p if p < prefix else start + p - prefix for p in places], targets))
+    return packs
+
+
+def _common_prefix(sequences):
+    """Length of the longest prefix that all sequences share; the last token of none, so that no branch is empty."""
+    shortest = min(map(len, sequences))
+    if len(sequences) == 1:
+        return 0
+    length = 0
+    while length < shortest and len({sequence[length] for sequence in sequences}) == 1:
+        length += 1
+    return length
+
+
+def make_packs(decoder, groups, pack_tokens=PACK_TOKENS):
+    """Packs of all groups (lists of Request), whose requests are numbered in the order of the groups."""
+    max_length = getattr(decoder.config, "max_position_embeddings", None) or 2048
+    packs, total = [], 0
+    for group in groups:
+        packs += pack_group(group, range(total, total + len(group)), max_length, pack_tokens)
+        total += len(group)
+    return packs
+
+
+@torch.no_grad()
+def score(decoder, variants, packs, batch_tokens=BATCH_TOKENS, label="score", bar=None):
+    """(log-likelihoods float64 [variants, requests], greedy bool [variants, requests]) of packed requests.
+
+    A log-likelihood is the sum over its continuation's tokens, in nats; greedy says whether each of them is the
+    model's first choice. bar: a tqdm bar to advance by tokens. Raises WorkError on a non-finite value.
+    """
+    total = sum(len(pack.scored) for pack in packs)
+    values = torch.full((len(variants), total), torch.nan, dtype=torch.float64)
+    greedy = torch.zeros(len(variants), total, dtype=torch.bool)
+    packs = sorted(packs, key=lambda pack: -len(pack.tokens))  # longest first: memory shows at once, padding is small
+    for batch in _batches(packs, batch_tokens):
+        _score_batch(decoder, variants, batch, values, greedy)
+        if bar is not None:
+            bar.update(sum(len(pack.tokens) for pack in batch))
+    for variant, row in zip(variants, values):
+        if not torch.isfinite(row).all():
+            raise WorkError(f"{label}: variant {variant.name} has non-finite log-likelihoods; "
+                            "use --dtype float32 or bfloat16")
+    return values, greedy
+
+
+def _batches(packs, batch_tokens):
+    batch = []
+    for pack in packs:
+        if batch and (len(batch) + 1) * len(batch[0].tokens) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(pack)
+    if batch:
+        yield batch
+
+
+def _score_batch(decoder, variants, batch, values, greedy):
+    length = len(batch[0].tokens)
+    tokens = torch.zeros(len(batch), length, dtype=torch.long)
+    positions, branches = torch.zeros_like(tokens), torch.full_like(tokens, -1)
+    rows, targets, owners = [], [], []
+    for line, pack in enumerate(batch):
+        size = len(pack.tokens)
+        tokens[line, :size] = torch.tensor(pack.tokens)
+        positions[line, :size] = torch.tensor(pack.positions)
+        branches[line, :size] = torch.tensor(pack.branches)
+        for index, places, wanted in pack.scored:
+            rows += [line * length + place for place in places]
+            targets += wanted
+            owners += [index] * len(wanted)
+    inputs = packed_inputs(decoder, tokens, positions, branches)
+    rows, targets = torch.tensor(rows), torch.tensor(targets)
+    owner = torch.tensor(owners)
+
+    def leaf(variant, hidden):
+        states = decoder.final_states(hidden.flatten(0, 1)[rows.to(hidden.device)][None])[0]
+        log_likelihood, first = _token_scores(decoder, states, targets)
+        sums = torch.zeros(values.shape[1], dtype=torch.float64).index_add_(0, owner, log_likelihood)
+        misses = torch.zeros(values.shape[1], dtype=torch.long).index_add_(0, owner, (~first).long())
+        touched = owner.unique()
+        values[variant, touched] = sums[touched]
+        greedy[variant, touched] = misses[touched] == 0
+
+    run_variants(decoder, inputs, variants, leaf)
+
+
+class PrefixStates:
+    """Keys and values of a prefix, one entry for each layer run in the order of `run_variants`; layers' `cache`.
+
+    First it records, from a batch of one; after `replay` the same runs see their entry before their own states.
+    """
+
+    def __init__(self):
+        self.entries, self.cursor = [], None
+
+    def replay(self):
+        self.cursor = 0
+
+    def update(self, keys, values, *args, **kwargs):
+        """keys, values [B, heads, T, D] of one layer run -> what its attention sees."""
+        if self.cursor is None:
+            self.entries.append((keys, values))
+            return keys, values
+        before = self.entries[self.cursor]
+        self.cursor += 1
+        return tuple(torch.cat([old.expand(len(new), -1, -1, -1), new], 2) for old, new in zip(before, (keys, values)))
+
+    def get_seq_length(self, *args, **kwargs):
+        return 0 if self.cursor is None else self.entries[0][0].shape[2]
+
+
+@torch.no_grad()
+def score_behind_prefix(decoder, variants, requests, batch_tokens=BATCH_TOKENS, label="score", bar=None):
+    """Log-likelihoods float64 [variants, requests] of requests that share a long prefix, which is encoded once.
+
+    requests: list of Request that fit the model's positions. bar: a tqdm bar to advance by distinct inputs. Raises
+    WorkError on a non-finite value.
+    """
+    branches = {}
+    for index, request in enumerate(requests):
+        inputs, targets = truncated(request, len(request.context) + len(request.continuation))
+        branches.setdefault(inputs, []).append((index, targets))
+    length = min(_common_prefix([*branches, *branches]), min(map(len, branches)) - 1)
+    prefix, states = next(iter(branches))[:length], PrefixStates()
+    values = torch.full((len(variants), len(requests)), torch.nan, dtype=torch.float64)
+    if length:
+        ids = torch.tensor([prefix])
+        inputs = packed_inputs(decoder, ids, torch.arange(length)[None], torch.zeros_like(ids))
+        run_variants(decoder, _with_cache(inputs, states), variants, lambda variant, hidden: None)
+    ordered = sorted(branches.items(), key=lambda item: -len(item[0]))
+    while ordered:
+        size = max(1, batch_tokens // (len(ordered[0][0]) - length))
+        batch, ordered = ordered[:size], ordered[size:]
+        longest = len(batch[0][0]) - length
+        tokens = torch.zeros(len(batch), longest, dtype=torch.long)
+        rows, targets, owners = [], [], []
+        for line, (inputs, wanted) in enumerate(batch):
+            tokens[line, :len(inputs) - length] = torch.tensor(inputs[length:])
+            for index, goal in wanted:
+                first = len(inputs) - len(goal) - length
+                if first < 0:
+                    raise WorkError(f"{label}: a continuation reaches into the shared prefix")
+                rows += range(line * longest + first, line * longest + first + len(goal))
+                targets += goal
+                owners += [index] * len(goal)
+        layers = _inputs_behind(decoder, tokens, length)
+        rows, targets, owner = torch.tensor(rows), torch.tensor(targets), torch.tensor(owners)
+
+        def leaf(variant, hidden):
+            picked = decoder.final_states(hidden.flatten(0, 1)[rows.to(hidden.device)][None])[0]
+            found, _ = _token_scores(decoder, picked, targets)
+            values[variant, owner.unique()] = 0.0
+            values[variant].index_add_(0, owner, found)
+
+        if length:
+            states.replay()
+            layers = _with_cache(layers, states)
+        run_variants(decoder, layers, variants, leaf)
+        if bar is not None:
+            bar.update(len(batch))
+    if not torch.isfinite(values).all():
+        raise WorkError(f"{label}: non-finite log-likelihoods; use --dtype float32 or bfloat16")
+    return values
+
+
+def _inputs_behind(decoder, tokens, length):
+    """LayerInputs of right-padded tokens [B, T] that follow a prefix of `length` entries."""
+    count, size = tokens.shape
+    positions = torch.arange(length, length + size)
+    before = torch.arange(length + size)
+    seen = (before[None, :] <= positions[:, None]).expand(count, size, length + size)
+    distance = (positions[:, None] - before[None, :]).expand_as(seen)
+    return _masked_inputs(decoder, tokens, positions.expand(count, size), seen, distance)
+
+
+def _with_cache(inputs, states):
+    for kwargs in inputs.kwargs:
+        kwargs["cache" if "cache" in kwargs else "past_key_values"] = states
+    return inputs
+
+
+def _token_scores(decoder, states, targets, chunk=512):
+    """Log-probabilities float64 [N] of targets [N] given states [N, C] before the head, and whether each is first."""
+    found, first = [], []
+    for part, goal in zip(states.split(chunk), targets.split(chunk)):
+        logits = decoder.head_logits(part)
+        goal = goal.to(logits.device)[:, None]
+        own = logits.gather(1, goal)[:, 0]
+        found.append((own - logits.logsumexp(1)).double().cpu())
+        first.append((logits.argmax(1) == goal[:, 0]).cpu())
+    return torch.cat(found), torch.cat(first)
+
+
+def packed_inputs(decoder, tokens, positions, branches):
+    """LayerInputs of packed sequences, all [B, T]: an entry sees earlier entries of the prefix and of its branch.
+
+    branches: 0 for the shared prefix, -1 for padding. Layers with a sliding window see the nearer ones only.
+    """
+    length = tokens.shape[1]
+    order = torch.arange(length)
+    own = branches[:, :, None] == branches[:, None, :]
+    prefix = (branches == 0)[:, None, :]
+    seen = (order[:, None] >= order[None, :]) & (own | prefix)
+    distance = positions[:, :, None] - positions[:, None, :]
+    return _masked_inputs(decoder, tokens, positions, seen, distance)
+
+
+def _masked_inputs(decoder, tokens, positions, seen, distance):
+    """LayerInputs of tokens [B, T] at `positions`; seen bool [B, T, S] and distance [B, T, S] to the S entries."""
+    device, dtype = decoder.device, decoder.dtype
+    masks = {None: _additive(seen, dtype, device)}
+    inputs = decoder.inputs(tokens, masks[None], position_ids=positions.to(device))
+    for layer, kwargs in enumerate(inputs.kwargs):
+        window = attention_window(decoder.config, layer)
+        window = window if window is not None and window <= int(positions.max()) else None
+        if window not in masks:
+            masks[window] = _additive(seen & (distance < window), dtype, device)
+        kwargs["attention_mask"] = masks[window]
+    return inputs
+
+
+def _additive(seen, dtype, device):
+    """bool [B, T, T] -> additive mask [B, 1, T, T]: 0 where seen, the dtype's lowest value elsewhere."""
+    mask = torch.zeros(seen.shape, dtype=dtype, device=device)
+    return mask.masked_fill_(~seen.to(device), torch.finfo(dtype).min)[:, None]
+
+
+def attention_window(config, layer):
+    """Number of latest positions that a layer's attention sees, or None for all. Raises UserError on other patterns."""
+    types = getattr(config, "layer_types", None)
+    kind = types[layer] if types else None
+    if kind not in (None, "full_attention", "sliding_attention"):
+        raise UserError(f"layer {layer} has {kind}; only full and sliding attention are scored")
+    window = getattr(config, "sliding_window", None)
+    if kind == "full_attention" or window is None or getattr(config, "use_sliding_window", True) is False:
+        return None
+    return window
