@@ -49,9 +49,9 @@ sizes() {
   CORPUS=wikitext2
   DATASETS=(wikitext2 c4 ptb)
   if [ "$1" = smollm2-135m ]; then
-    CALIB=(--calib-samples 48 --seq-len 512)
-    EVAL=(--seq-len 512 --limit-windows 16)
-    SIGMA=8
+    CALIB=(--calib-samples 32 --seq-len 512)
+    EVAL=(--seq-len 512 --limit-windows 12)
+    SIGMA=4
     if [ -z "${LINEARPATCH_DATA:-}" ]; then
       CORPUS=wiki
       DATASETS=(wiki news)

@@ -23,7 +23,8 @@ from safetensors.torch import save_file
 
 from utils.errors import UserError, WorkError
 
-VERSIONS = {"selection": 1, "stats": 1, "patch": 1, "ppl": 1, "qa": 1, "mmlu": 1}
+VERSIONS = {"selection": 1, "stats": 1, "patch": 1, "ppl": 1, "qa": 1, "mmlu": 1,
+            "checkpoint": 1, "teacher": 1}
 HEADER = "linearpatch"  # key of the JSON inside a safetensors header
 
 

@@ -1,10 +1,11 @@
-"""Speed and memory as ratios measured in one run: `python -m utils.benchmark collect|ppl`.
+"""Speed and memory as ratios measured in one run: `python -m utils.benchmark NAME`.
 
-Rounds of both sides alternate and the median ratio of the rounds counts, so that a noisy machine disturbs both alike.
+Rounds of both sides alternate and the median ratio of the rounds counts, so that a noisy machine disturbs both alike. qa and mmlu read their data from $LINEARPATCH_DATA, or from the hub without it.
 """
 
 import argparse
 import multiprocessing
+import os
 import resource
 import statistics
 import time
@@ -125,7 +126,77 @@ def benchmark_ppl(windows=4, seq_len=512, rounds=3):
     print(f"largest difference of a window's loss {(results['together'] - results['separately']).abs().max():.1e}")
 
 
-BENCHMARKS = {"collect": benchmark_collect, "ppl": benchmark_ppl}
+def harness_model(decoder, tokenizer):
+    """The harness's own model over the same weights."""
+    from lm_eval.models.huggingface import HFLM
+    return HFLM(pretrained=decoder.model, tokenizer=tokenizer, batch_size=8, max_length=2048)
+
+
+def benchmark_qa(limit=112):
+    """Our scoring against the harness's own model on all nine tasks, RACE apart: time, log-likelihoods, predictions."""
+    from lm_eval.api.instance import Instance
+
+    from utils.qa import PAPER_TASKS, HarnessModel, load_tasks
+    from utils.scoring import make_packs, score
+    source = find_model(EMBEDDED)
+    tokenizer, decoder = load_tokenizer(source), load_decoder(source)
+    model, plain = HarnessModel(tokenizer, "off"), harness_model(decoder, tokenizer)
+    data_dir = os.environ.get("LINEARPATCH_DATA")
+    totals, items, equal, largest = {"ours": 0.0, "harness": 0.0}, 0, 0, 0.0
+    for qa in load_tasks(list(PAPER_TASKS), model, data_dir, limit):
+        flat = [texts for item in qa.texts for texts in item]
+        requests = [Instance("loglikelihood", {}, texts, index) for index, texts in enumerate(flat)]
+        start = time.perf_counter()
+        ours, _ = score(decoder, [Variant("dense")], make_packs(decoder, qa.groups))
+        middle = time.perf_counter()
+        theirs = torch.tensor([value for value, _ in plain.loglikelihood(requests, disable_tqdm=True)])
+        times = {"ours": middle - start, "harness": time.perf_counter() - middle}
+        totals = {side: totals[side] + times[side] for side in totals}
+        largest = max(largest, (ours[0] - theirs).abs().max().item())
+        offset = 0
+        for group in qa.groups:
+            part = slice(offset, offset + len(group))
+            equal += int(ours[0, part].argmax() == theirs[part].argmax())
+            offset += len(group)
+        items += len(qa.groups)
+        print(f"{qa.name:14s} {len(qa.groups)} items: ours {times['ours']:.1f} s, harness {times['harness']:.1f} s, "
+              f"ratio {times['harness'] / times['ours']:.2f}", flush=True)
+    print(f"nine tasks, {items} items: ratio {totals['harness'] / totals['ours']:.2f} (target 1.5; RACE 2.0); "
+          f"largest difference of a log-likelihood {largest:.1e}; equal predictions {equal} of {items}")
+
+
+@torch.no_grad()
+def benchmark_mmlu(subjects=10, limit=50):
+    """Examples encoded once against one full prompt a question: time and predictions."""
+    from utils.mmlu import SUBJECTS, answer_tokens, encode, load_subjects
+    from utils.scoring import score_behind_prefix
+    source = find_model(EMBEDDED)
+    tokenizer, decoder = load_tokenizer(source), load_decoder(source)
+    answers = answer_tokens(tokenizer, "bare")
+    tables = load_subjects(SUBJECTS[::len(SUBJECTS) // subjects][:subjects], os.environ.get("LINEARPATCH_DATA"))
+    shared = plain = 0.0
+    equal = count = 0
+    for subject, (examples, test) in tables.items():
+        questions = cli.subset(test, limit, 0)
+        by_shots, requests = encode(subject, examples, questions, tokenizer, answers)
+        ours = {}
+        start = time.perf_counter()
+        for group in by_shots.values():
+            values = score_behind_prefix(decoder, [Variant("dense")], [r for i in group for r in requests[i]])
+            ours |= dict(zip(group, values[0].view(-1, 4).argmax(1).tolist()))
+        middle = time.perf_counter()
+        theirs = {}
+        for index, request in requests.items():
+            logits = decoder.model(torch.tensor([request[0].context]), logits_to_keep=1).logits[0, -1]
+            theirs[index] = int(logits[answers].argmax())
+        shared, plain = shared + middle - start, plain + time.perf_counter() - middle
+        equal, count = equal + sum(ours[i] == theirs[i] for i in theirs), count + len(theirs)
+        print(f"{subject}: {len(questions)} questions", flush=True)
+    print(f"{count} questions of {len(tables)} subjects: shared {shared:.1f} s, plain {plain:.1f} s, ratio "
+          f"{plain / shared:.2f} (target 3); equal predictions {equal} of {count}")
+
+
+BENCHMARKS = {"collect": benchmark_collect, "ppl": benchmark_ppl, "qa": benchmark_qa, "mmlu": benchmark_mmlu}
 
 
 def main():

@@ -370,7 +370,10 @@ class Decoder:
 
     def head_logits(self, states):
         """Input of the head [..., C] -> logits [..., V], float32, with the model's own scaling and soft cap."""
-        logits = self.head(states).float()
+        return self.scale_logits(self.head(states).float())
+
+    def scale_logits(self, logits):
+        """The model's own scaling and soft cap of raw logits."""
         for name, scale in (("logit_scale", 1), ("logits_scaling", -1)):
             factor = getattr(self.config, name, None)
             if factor is not None:

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from scipy.stats import t as student
+from scipy.special import stdtrit
 from tqdm import tqdm
 
 from utils.errors import WorkError
@@ -62,5 +62,5 @@ def _interval(values):
     mean, stderr = mean_stderr(values)
     if stderr is None:
         return None
-    half = student.ppf(0.975, len(values) - 1) * stderr
+    half = float(stdtrit(len(values) - 1, 0.975)) * stderr
     return [math.exp(mean - half), math.exp(mean + half)]

@@ -1,0 +1,205 @@
+"""Fine-tuning of the patches alone, by KL on the teacher's top-K logits (paper, section 3.4, eq. 8).
+
+Everything before the first patch is frozen and equal in teacher and student, so it runs once, without a graph. The
+teacher goes on through the removed layers, the student through the patches; only the K logits that the loss compares
+are formed for the student.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from utils.errors import UserError
+from utils.hadamard import rotation
+from utils.selection import kept_layers, runs_of
+
+TOKEN_CHUNK = 64  # tokens whose K rows of the head, [K, C] each, are gathered at one time
+PARAMETRISATIONS = ("full", "symmetric", "diagonal-hadamard", "diagonal", "low-rank:R")
+
+
+class GatheredLogits(torch.autograd.Function):
+    """logits[t, k] = <head row index[t, k], state[t]>, without the other rows of the head.
+
+    states float [T, C], index int64 [T, K], weight [V, C] (frozen) -> float32 [T, K]. The gathered rows, T K C
+    numbers, exist for TOKEN_CHUNK tokens at one time, in the backward pass as well.
+    """
+
+    @staticmethod
+    def forward(ctx, states, index, weight):
+        ctx.save_for_backward(index, weight)
+        ctx.dtype = states.dtype
+        return torch.cat([torch.bmm(weight[rows], part.unsqueeze(2).to(weight.dtype)).squeeze(2).float()
+                          for part, rows in zip(states.split(TOKEN_CHUNK), index.split(TOKEN_CHUNK))])
+
+    @staticmethod
+    def backward(ctx, gradient):
+        index, weight = ctx.saved_tensors
+        parts = [torch.bmm(part.unsqueeze(1).to(weight.dtype), weight[rows]).squeeze(1)
+                 for part, rows in zip(gradient.split(TOKEN_CHUNK), index.split(TOKEN_CHUNK))]
+        return torch.cat(parts).to(ctx.dtype), None, None
+
+
+def logits_at(decoder, states, index):
+    """The decoder's logits at `index` [T, K] given states [T, C] before the head, float32 [T, K]."""
+    logits = GatheredLogits.apply(states, index, decoder.head.weight)
+    if getattr(decoder.head, "bias", None) is not None:
+        logits = logits + decoder.head.bias[index].float()
+    return decoder.scale_logits(logits)
+
+
+@torch.no_grad()
+def teacher_targets(decoder, hidden, top_k, with_rest=False, chunk=256):
+    """What the loss needs of the teacher, from X^(L) [B, T, C].
+
+    Returns (log-probabilities float32 [B*T, K] over the WHOLE vocabulary, indices int64 [B*T, K]); the loss
+    renormalises them, or puts what is missing from 1 into a bucket.
+    """
+    states = decoder.final_states(hidden).flatten(0, 1)
+    top_k = min(top_k, decoder.vocab_size)
+    logs, indices = [], []
+    for part in states.split(chunk):
+        logits = decoder.head_logits(part)
+        values, index = logits.topk(top_k, dim=1)
+        logs.append(values - logits.logsumexp(1, keepdim=True))
+        indices.append(index)
+    return torch.cat(logs), torch.cat(indices)
+
+
+def kl_top_k(teacher_log, student_logits):
+    """KL(teacher || student) on the teacher's K tokens, renormalised on both sides: mean over tokens, in nats.
+
+    teacher_log: log-probabilities or logits float [T, K]; student_logits float [T, K] at the same tokens.
+    """
+    return F.kl_div(F.log_softmax(student_logits, 1), F.log_softmax(teacher_log.float(), 1), reduction="batchmean",
+                    log_target=True)
+
+
+def kl_with_tail(teacher_log, student_logits, student_normaliser):
+    """The same without renormalising, with one bucket for all other tokens on both sides; at most the full KL.
+
+    teacher_log: true log-probabilities [T, K]; student_normaliser: log of the sum over the whole vocabulary [T].
+    """
+    student_log = student_logits - student_normaliser[:, None]
+    total = (teacher_log.exp() * (teacher_log - student_log)).sum(1)
+    teacher_rest = -torch.expm1(teacher_log.logsumexp(1).clamp(max=-1e-12))
+    student_rest = -torch.expm1(student_log.logsumexp(1).clamp(max=-1e-12))
+    tiny = torch.finfo(torch.float32).tiny
+    rest = teacher_rest * (teacher_rest.clamp(min=tiny).log() - student_rest.clamp(min=tiny).log())
+    return (total + torch.where(teacher_rest > 1e-7, rest, 0.0)).mean()
+
+
+class TrainablePatch(nn.Module):
+    """One patch with trainable float32 parameters, started from a matrix or a diagonal.
+
+    parametrisation: full (P), symmetric (P = (A + A^T) / 2), diagonal-hadamard (P = H diag(d) H^T, d trained),
+    diagonal (P = diag(d)), low-rank:R (P = P_0 + U V, U starting at zero). `matrix` gives P as it is now.
+    """
+
+    def __init__(self, weight, parametrisation, order="released", seed=0):
+        super().__init__()
+        self.kind, _, rank = parametrisation.partition(":")
+        size = len(weight)
+        full = torch.diag(weight) if weight.ndim == 1 else weight
+        self.turn = rotation(size, order=order) if self.kind == "diagonal-hadamard" else None
+        if self.kind in ("full", "symmetric"):
+            self.weight = nn.Parameter(full.float().clone())
+        elif self.kind == "diagonal-hadamard":
+            dense = self.turn.matrix()
+            self.weight = nn.Parameter((dense.T @ full.double() @ dense).diagonal().float().clone())
+        elif self.kind == "diagonal":
+            self.weight = nn.Parameter(full.diagonal().float().clone())
+        elif self.kind == "low-rank" and rank.isdigit() and 0 < int(rank) <= size:
+            generator = torch.Generator().manual_seed(seed)
+            self.register_buffer("start", full.float().clone())
+            self.left = nn.Parameter(torch.zeros(size, int(rank)))
+            self.right = nn.Parameter(torch.randn(int(rank), size, generator=generator) / size**0.5)
+        else:
+            raise UserError(f"--trainable {parametrisation}: expected one of {', '.join(PARAMETRISATIONS)}")
+
+    def forward(self, hidden):
+        x = hidden.float()
+        if self.kind == "diagonal":
+            patched = x * self.weight
+        elif self.kind == "diagonal-hadamard":
+            patched = self.turn.apply_transposed(self.turn.apply(x) * self.weight)
+        elif self.kind == "low-rank":
+            patched = x @ self.start + (x @ self.left) @ self.right
+        else:
+            patched = x @ ((self.weight + self.weight.T) / 2 if self.kind == "symmetric" else self.weight)
+        return patched.to(hidden.dtype)
+
+    @torch.no_grad()
+    def matrix(self):
+        """P as LinearPatch holds it: float32 [C, C], or [C] for a diagonal one."""
+        if self.kind == "diagonal":
+            return self.weight.clone()
+        if self.kind == "diagonal-hadamard":
+            return self.turn.conjugate(self.weight)
+        if self.kind == "low-rank":
+            return self.start + self.left @ self.right
+        return ((self.weight + self.weight.T) / 2 if self.kind == "symmetric" else self.weight).clone()
+
+
+class Distiller:
+    """Teacher and student of one decoder: `removed` layers, one trainable patch behind each run.
+
+    patches: {end of run: TrainablePatch}. loss: 'kl', 'kl-tail' (with the bucket for the rest) or 'mse' (of the states
+    at each interface).
+    """
+
+    def __init__(self, decoder, removed, patches, top_k=100, loss="kl"):
+        if not removed:
+            raise UserError("nothing to fine-tune: the patch removes no layers")
+        self.decoder, self.patches, self.top_k, self.loss = decoder, patches, top_k, loss
+        self.runs = runs_of(removed)
+        self.start = self.runs[0][0]
+        self.kept = set(kept_layers(decoder.num_layers, removed))
+        self.parameters = [p for patch in patches.values() for p in patch.parameters()]
+
+    @torch.no_grad()
+    def interface(self, ids):
+        """(LayerInputs, X^(start) [B, T, C]): the frozen prefix, run once for teacher and student."""
+        batch = self.decoder.inputs(ids)
+        hidden = batch.hidden
+        for index in range(self.start):
+            hidden = self.decoder.layer(batch, index, hidden)
+        return batch, hidden
+
+    @torch.no_grad()
+    def teacher(self, batch, hidden):
+        """Targets from X^(start): (log-probabilities, indices), or for mse {end: X^(end)}."""
+        wanted = {}
+        for index in range(self.start, self.decoder.num_layers):
+            hidden = self.decoder.layer(batch, index, hidden)
+            if index + 1 in self.patches:
+                wanted[index + 1] = hidden
+            if self.loss == "mse" and index + 1 == self.runs[-1][1]:
+                return wanted
+        return wanted if self.loss == "mse" else teacher_targets(self.decoder, hidden, self.top_k)
+
+    def student_loss(self, batch, hidden, target):
+        """The loss of the student branch from X^(start), with gradients to the patches only."""
+        total = 0.0
+        for index in range(self.runs[0][1], self.decoder.num_layers + 1):
+            if index in self.patches:
+                hidden = self.patches[index](hidden)
+                if self.loss == "mse":
+                    total = total + F.mse_loss(hidden.float(), target[index].float())
+                    if index == self.runs[-1][1]:
+                        return total
+            if index in self.kept:
+                hidden = self.decoder.layer(batch, index, hidden)
+        return self._logit_loss(hidden, target)
+
+    def _logit_loss(self, hidden, target):
+        teacher_log, index = target
+        states = self.decoder.final_states(hidden).flatten(0, 1)
+        logits = logits_at(self.decoder, states, index)
+        if self.loss == "kl":
+            return kl_top_k(teacher_log, logits)
+        normaliser = torch.cat([checkpoint(
+            lambda part: self.decoder.head_logits(part).logsumexp(1), part, use_reentrant=False)
+            for part in states.split(256)])
+        return kl_with_tail(teacher_log, logits, normaliser)
+

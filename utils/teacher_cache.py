@@ -1,0 +1,115 @@
+"""Teacher outputs on disk for offline distillation: top-K probabilities and indices, and the states at the interface.
+
+One folder for each recipe (teacher, token ids, K, dtype, ...), in shards written atomically; what is there is used, a
+damaged shard is named and rewritten, and nothing made for other inputs is ever read.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+
+from utils.artifacts import read_header, read_tensors, recipe_difference, write_tensors
+from utils.errors import UserError
+
+SHARD_WINDOWS = 16
+
+
+def index_dtype(vocab_size):
+    """uint16 where every token id fits, else int32: 2 or 4 bytes."""
+    return torch.uint16 if vocab_size <= 1 << 16 else torch.int32
+
+
+def cache_bytes(windows, seq_len, top_k, vocab_size, probability_bytes=2):
+    """Bytes of the probabilities and indices: 4.1e9 for 5000 windows of 2048, K = 100 and 32,000 words."""
+    return windows * seq_len * top_k * (probability_bytes + index_dtype(vocab_size).itemsize)
+
+
+class TeacherCache:
+    """Shards of SHARD_WINDOWS windows under folder/<hash of the recipe>/."""
+
+    def __init__(self, folder, recipe, windows):
+        self.recipe, self.windows = recipe, windows
+        key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
+        self.folder = Path(folder) / key
+        self.loaded = (None, None)
+
+    @property
+    def shards(self):
+        """[(first window, behind the last window)]"""
+        return [(start, min(start + SHARD_WINDOWS, self.windows)) for start in range(0, self.windows, SHARD_WINDOWS)]
+
+    def path(self, shard):
+        return self.folder / f"shard-{shard:05d}.safetensors"
+
+    def missing(self):
+        """Indices of shards that have to be written; says which are damaged and, if none is there, which input is new."""
+        absent = []
+        for shard in range(len(self.shards)):
+            path = self.path(shard)
+            if not path.is_file():
+                absent.append(shard)
+                continue
+            try:
+                self._read(shard)
+            except UserError as error:
+                print(f"teacher cache: {error}; rewriting it")
+                path.unlink()
+                absent.append(shard)
+        if len(absent) == len(self.shards):
+            self._explain_miss()
+        elif absent:
+            print(f"teacher cache: {len(self.shards) - len(absent)} of {len(self.shards)} shards reused from {self.folder}")
+        else:
+            print(f"teacher cache: reused from {self.folder}")
+        return absent
+
+    def _explain_miss(self):
+        others = sorted(self.folder.parent.glob("*/shard-00000.safetensors")) if self.folder.parent.is_dir() else []
+        for other in others:
+            if other.parent != self.folder:
+                try:
+                    differing = recipe_difference(read_header(other, "teacher")["recipe"], self.recipe)
+                except UserError:
+                    continue
+                print(f"teacher cache miss: {other.parent.name} was made with another {differing}")
+                return
+        print("teacher cache miss: nothing cached yet")
+
+    def write(self, shard, log_probabilities, index, states=None, vocab_size=None, dtype=torch.float16):
+        """Write one shard: log-probabilities float32 [n, T, K] (kept as probabilities), indices, states [n, T, C]."""
+        tensors = {"probability": log_probabilities.exp().to(dtype), "index": index.to(index_dtype(vocab_size))}
+        if states is not None:
+            tensors["states"] = states
+        # uint16 has no isfinite and no view in older readers: its bytes go as int16
+        if tensors["index"].dtype == torch.uint16:
+            tensors["index"] = tensors["index"].view(torch.int16)
+        write_tensors(self.path(shard), "teacher", tensors, {"recipe": self.recipe, "sha256": _digest(tensors)})
+
+    def window(self, number):
+        """(log-probabilities float32 [T, K], indices int64 [T, K], states [T, C] or None) of one window."""
+        shard, place = divmod(number, SHARD_WINDOWS)
+        if self.loaded[0] != shard:
+            self.loaded = (shard, self._read(shard))
+        tensors = self.loaded[1]
+        index = tensors["index"][place].long()
+        if tensors["index"].dtype == torch.int16:
+            index = index & 0xFFFF
+        probability = tensors["probability"][place].float().clamp(min=torch.finfo(torch.float16).smallest_normal)
+        return probability.log(), index, tensors["states"][place] if "states" in tensors else None
+
+    def _read(self, shard):
+        header, tensors = read_tensors(self.path(shard), "teacher")
+        if recipe_difference(header.get("recipe", {}), self.recipe):
+            raise UserError(f"{self.path(shard)}: made for other inputs")
+        if _digest(tensors) != header.get("sha256"):
+            raise UserError(f"{self.path(shard)}: damaged")
+        return tensors
+
+
+def _digest(tensors):
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(tensors[name].contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
