@@ -9,10 +9,12 @@ import json
 import logging
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
 from lm_eval.api.model import TemplateLM
+from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
@@ -128,18 +130,32 @@ def load_tasks(names, model, data_dir=None, limit=None, seed=0):
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     wanted = [each for name in names for each in (PAPER_TASKS if name == "all" else [name])]
     configs = {name: _config(name, data_dir) for name in dict.fromkeys(wanted)}
-    manager = TaskManager()
     found = []
     for name, config in configs.items():
-        if isinstance(config, str) and config not in manager.all_tasks:
-            raise UserError(f"--tasks {name}: neither a task of lm-evaluation-harness nor a .jsonl file")
         try:
-            tasks = manager.load([config])["tasks"]
+            tasks = _build(name, config)
         except (OSError, ValueError, ConnectionError, RuntimeError) as error:
             raise UserError(f"--tasks {name}: its data set cannot be had ({str(error).splitlines()[0][:120]});\n"
                             'give --data-dir (see README, section "Data")') from None
         found += [_prepare(task_name, task, model, config, limit, seed) for task_name, task in tasks.items()]
     return found
+
+
+@lru_cache(maxsize=1)
+def task_manager():
+    """The harness's index of its tasks; made once, since it reads thousands of files."""
+    return TaskManager()
+
+
+def _build(name, config):
+    """{task name: harness task} of a name, or of a definition with local data."""
+    if isinstance(config, dict) and "output_type" in config:
+        return {config["task"]: ConfigurableTask(config=config)}
+    if name not in task_manager().all_tasks:
+        raise UserError(f"--tasks {name}: neither a task of lm-evaluation-harness nor a .jsonl file")
+    if isinstance(config, str):
+        return task_manager().load([config])["tasks"]
+    return task_manager().load([{"group": f"local_{name}", "task": [config]}])["tasks"]
 
 
 def _config(name, data_dir):
@@ -157,6 +173,7 @@ def _config(name, data_dir):
     if not path.is_file():
         raise UserError(f'--tasks {name}: {path} is not there; see README, section "Data"')
     return {"task": name, "dataset_path": "json", "dataset_name": None, "training_split": None,
+            "validation_split": split if split == "validation" else None, "test_split": split if split == "test" else None,
             "dataset_kwargs": {"data_files": {split: str(path)}}}
 
 

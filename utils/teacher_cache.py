@@ -96,7 +96,9 @@ class TeacherCache:
         index = tensors["index"][place].long()
         if tensors["index"].dtype == torch.int16:
             index = index & 0xFFFF
-        probability = tensors["probability"][place].float().clamp(min=torch.finfo(torch.float16).smallest_normal)
+        probability = tensors["probability"][place]
+        floor = 2.0**-25 if probability.dtype == torch.float16 else torch.finfo(torch.float32).tiny
+        probability = probability.float().clamp(min=floor)  # what underflowed to zero is below half of float16's least
         return probability.log(), index, tensors["states"][place] if "states" in tensors else None
 
     def _read(self, shard):
