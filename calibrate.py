@@ -12,7 +12,7 @@ from utils import cli
 from utils.activations import token_scaling_spread
 from utils.artifacts import read_header, reusable
 from utils.hadamard import rotation
-from utils.patch import (ESTIMATORS, SCALINGS, layer_lists, patch_module, random_matrix, read_patch, scale_stderr,
+from utils.patch import (ESTIMATORS, SCALINGS, layer_lists, patch_module, random_matrix, scale_stderr,
                          scale_vector, write_patch)
 from utils.perplexity import summarise, window_losses
 from utils.selection import runs_of
@@ -116,7 +116,7 @@ def main():
         content["provenance"] = session.watch.provenance(session.decoder if "decoder" in vars(session) else None)
         write_patch(args.out, tensors, content)
 
-    variant = read_patch(args.out, session.source)
+    variant = session.read_patch(args.out)
     report(variant, args.out)
     if args.save_model:
         header = read_header(args.out, "patch")

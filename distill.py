@@ -17,7 +17,8 @@ from utils import cli
 from utils.artifacts import Stopwatch, atomic_path, read_tensors, recipe_difference, reusable, write_tensors
 from utils.distillation import PARAMETRISATIONS, Distiller, TrainablePatch
 from utils.errors import UserError, WorkError
-from utils.patch import layer_lists, random_matrix, read_patch, write_patch
+from utils.patch import layer_lists, random_matrix, write_patch
+from utils.replacement import ReplacementLayer, SwiGLU, activation_of
 from utils.selection import runs_of
 from utils.session import Session, default_folder
 from utils.surgery import check_save_folder, save_folder
@@ -34,6 +35,9 @@ def arguments():
     p.add_argument("--loss", choices=["kl", "kl-tail", "mse"], default="kl",
                    help="kl: renormalised on the K tokens; kl-tail: one bucket for all others; mse: states at the interface")
     p.add_argument("--trainable", default="full", help=f"one of {', '.join(PARAMETRISATIONS)}")
+    p.add_argument("--replace", choices=["ffn", "layer"],
+                   help="LLM-Streamline's baselines: train a SwiGLU (random start) or a copy of the first removed layer "
+                        "in the place of each run, instead of the patch")
     p.add_argument("--init", choices=["patch", "identity", "random"], default="patch", help="where training starts")
     group = p.add_argument_group("training")
     group.add_argument("--train-data", dest="calib_data", help="corpus[:split] or file; default as for calibration")
@@ -60,9 +64,16 @@ def arguments():
 
 
 def starting_patches(args, variant, session):
-    """{end of run: TrainablePatch} from the patch file, the identity or random matrices."""
+    """{end of run: TrainablePatch} from the patch file, the identity or random matrices; or --replace's networks."""
     size, patches = session.source.shape[1], {}
-    for number, (end, patch) in enumerate(sorted(variant.patches.items())):
+    for number, (start, end) in enumerate(runs_of(variant.removed)):
+        if args.replace == "ffn":
+            patches[end] = SwiGLU.random(session.decoder.config, args.seed + number)
+        elif args.replace == "layer":
+            patches[end] = ReplacementLayer(session.decoder.layers[start], start)
+        if args.replace:
+            continue
+        patch = variant.patches[end]
         weight = {"patch": patch.weight.detach(), "identity": torch.ones(size),
                   "random": random_matrix(size, args.seed + number)}[args.init]
         patches[end] = TrainablePatch(weight, args.trainable, variant.about.get("hadamard_order", "released"), args.seed)
@@ -84,12 +95,14 @@ class Trainer:
         decay = 0.0 if args.decay_to_start else args.weight_decay
         self.optimizer = torch.optim.AdamW(self.parameters, lr=args.lr, weight_decay=decay)
         self.start = [p.detach().clone() for p in self.parameters]
-        self.step, self.best = 0, (math.inf, self.matrices())
+        self.step, self.best = 0, (math.inf, self.export())
         self.log = []
         self.path = args.out.with_suffix(".checkpoint.safetensors")
 
-    def matrices(self):
-        return {end: patch.matrix().cpu() for end, patch in self.distiller.patches.items()}
+    def export(self):
+        """{run{i}.name: float32 tensor} of the patches as they are now."""
+        patches = sorted(self.distiller.patches.items())
+        return {f"run{i}.{name}": value for i, (_, patch) in enumerate(patches) for name, value in patch.export().items()}
 
     def update(self, steps):
         """One AdamW step at this step's learning rate."""
@@ -108,7 +121,7 @@ class Trainer:
         return rate
 
     def save(self):
-        tensors = {f"best.{end}": matrix for end, matrix in self.best[1].items()}
+        tensors = {f"best.{name}": tensor for name, tensor in self.best[1].items()}
         for number, parameter in enumerate(self.parameters):
             state = self.optimizer.state[parameter]
             tensors[f"parameter.{number}"] = parameter.detach()
@@ -137,7 +150,7 @@ class Trainer:
                     name: tensors[f"{name}.{number}"].to(parameter.device if name != "step" else "cpu")
                     for name in ("step", "exp_avg", "exp_avg_sq")}
         self.step, self.log = header["step"], header["log"]
-        best = {end: tensors[f"best.{end}"] for end in self.distiller.patches}
+        best = {name.removeprefix("best."): tensor for name, tensor in tensors.items() if name.startswith("best.")}
         self.best = (math.inf if header["best"] is None else header["best"], best)
         print(f"{self.path}: going on from step {self.step}")
 
@@ -221,7 +234,7 @@ def validate(args, trainer, val_targets, rate, train_loss, speed):
     trainer.log.append({"step": trainer.step, "lr": rate, "train": train_loss, "validation": value,
                         "tokens_per_second": speed, "peak_memory_bytes": memory})
     if value < trainer.best[0]:
-        trainer.best = (value, trainer.matrices())
+        trainer.best = (value, trainer.export())
 
 
 def write_curve(path, log):
@@ -248,16 +261,16 @@ def main():
     if args.mode == "offline" and args.loss == "mse":
         raise UserError("--loss mse needs the states of the intact model; use --mode online")
     session = Session(args)
-    variant = read_patch(args.patch, session.source)
+    variant = session.read_patch(args.patch)
     windows, held_out = session.calibration(), session.calibration(part="validation", samples=args.val_samples)
-    names = ("mode", "top_k", "loss", "trainable", "init", "epochs", "batch_size", "accumulate", "lr", "weight_decay",
+    names = ("mode", "top_k", "loss", "trainable", "replace", "init", "epochs", "batch_size", "accumulate", "lr", "weight_decay",
              "decay_to_start", "clip", "seed", "save_every", "cache_dtype")
     recipe = {"model": session.source.identity(), "removed": variant.removed, "start": variant.digest(),
               "dtype": session.dtype_name, "train": windows.info["token_ids_sha256"],
               "validation": held_out.info["token_ids_sha256"], **{name: getattr(args, name) for name in names}}
     if not reusable(args.out, "patch", recipe, args.force):
         distil(args, session, variant, windows, held_out, recipe)
-    tuned = read_patch(args.out, session.source)
+    tuned = session.read_patch(args.out)
     if args.save_model:
         save_folder(session.decoder, session.tokenizer, tuned, args.save_model,
                     {"stage": "distilled", "base_model": session.source.identity(), "calibration": windows.info,
@@ -294,19 +307,19 @@ def distil(args, session, variant, windows, held_out, recipe):
     train(args, trainer, train_targets, val_targets)
 
     content = {"model": recipe["model"], "stage": "distilled", **layer_lists(session.source.shape[0], variant.removed),
-               "scaling": f"{variant.about.get('scaling')}+ft", "trainable": args.trainable, "loss": args.loss,
+               "scaling": f"{args.replace or variant.about.get('scaling')}+ft",
+               "trainable": args.replace or args.trainable, "activation": activation_of(session.decoder.config), "loss": args.loss,
                "top_k": args.top_k, "calibration": windows.info, "recipe": recipe,
                "validation": {"first": trainer.log[0]["validation"], "best": trainer.best[0]},
                "provenance": session.watch.provenance(session.decoder)}
-    for path, matrices in ((args.out, trainer.best[1]), (args.out.with_suffix(".last.safetensors"), trainer.matrices())):
-        tensors = {f"run{number}.{'d' if m.ndim == 1 else 'weight'}": m for number, (_, m) in enumerate(sorted(matrices.items()))}
+    for path, tensors in ((args.out, trainer.best[1]), (args.out.with_suffix(".last.safetensors"), trainer.export())):
         write_patch(path, tensors, content)
     with atomic_path(args.out.with_suffix(".log.jsonl")) as temporary:
         temporary.write_text("".join(json.dumps(row) + "\n" for row in trainer.log))
     write_curve(args.out.with_suffix(".curve.png"), trainer.log)
     trainer.path.unlink(missing_ok=True)
     print(f"validation loss {trainer.log[0]['validation']:.4f} -> {trainer.best[0]:.4f} nats a token "
-          f"({len(held_out.ids)} windows, {len(runs_of(variant.removed))} patch(es), {args.trainable})")
+          f"({len(held_out.ids)} windows, {len(runs_of(variant.removed))} run(s), {args.replace or args.trainable})")
     print(f"wrote {args.out}")
 
 

@@ -25,6 +25,8 @@ def arguments():
     p.add_argument("--limit-windows", type=cli.positive, help="take the first K windows only")
     p.add_argument("--bos", choices=["stream", "window"], default="stream",
                    help="stream: once at its start if the tokenizer adds one (the field's convention); window: in each")
+    p.add_argument("--stride", type=cli.positive,
+                   help="sliding windows: one every so many tokens, each scoring its last so many targets")
     p.add_argument("--ptb-unk", choices=["special", "text"], default="special",
                    help="how <unk> in the text is encoded: as the special token, or as plain characters")
     p.add_argument("--batch-size", type=cli.positive, default=1, help="windows a forward pass")
@@ -45,9 +47,9 @@ def main():
     if args.out.exists() and not args.force:
         earlier = {row["key"]: row for row in read_json(args.out, "ppl")["results"]}
     corpora = [evaluation_windows(name, session.tokenizer, args.seq_len, bos=args.bos, limit=args.limit_windows,
-                                  data_dir=args.data_dir, unk=args.ptb_unk) for name in datasets]
+                                  data_dir=args.data_dir, unk=args.ptb_unk, stride=args.stride) for name in datasets]
     keys_of = [[f"{session.source.fingerprint[:16]}:{variant.digest()[:16]}:{windows.info['token_ids_sha256'][:16]}:"
-                f"{session.dtype_name}" for variant in variants] for windows in corpora]
+                f"{session.dtype_name}:{args.stride}" for variant in variants] for windows in corpora]
     results = []
     for position, (name, windows, keys) in enumerate(zip(datasets, corpora, keys_of)):
         print(f"{name}: {describe(windows.info)}; {session.dtype_name}")
@@ -55,7 +57,8 @@ def main():
         if len(missing) < len(variants):
             print(f"{name}: {len(variants) - len(missing)} of {len(variants)} rows reused (--force recomputes)")
         if missing:
-            losses = window_losses(session.decoder, [variants[i] for i in missing], windows.ids, args.batch_size, name)
+            losses = window_losses(session.decoder, [variants[i] for i in missing], windows.ids, args.batch_size, name,
+                                   scored=args.stride)
             for i, row in zip(missing, losses):
                 earlier[keys[i]] = {"key": keys[i], "window_nll": row.tolist()}
         results += rows(name, windows.info, variants, keys, earlier)

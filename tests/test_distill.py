@@ -14,6 +14,7 @@ from utils.artifacts import read_header, read_tensors
 from utils.distillation import Distiller, TrainablePatch, kl_top_k, kl_with_tail, teacher_targets
 from utils.errors import UserError
 from utils.models import Decoder
+from utils.replacement import ReplacementLayer, SwiGLU
 from utils.teacher_cache import TeacherCache, cache_bytes, index_dtype
 
 START = torch.eye(64) + torch.randn(64, 64, generator=torch.Generator().manual_seed(2)) / 40
@@ -291,3 +292,36 @@ def test_indices_beyond_32767_survive_the_cache(tmp_path):
     index = torch.tensor([[[0, 40000, 65535]]])
     cache.write(0, torch.zeros(1, 1, 3), index, torch.zeros(1, 1, 4), vocab_size=65536, dtype=torch.float32)
     assert torch.equal(cache.window(0)[1], index[0])
+
+
+# ----- replacement networks
+
+
+def test_a_copied_layer_in_the_place_of_one_layer_is_the_teacher():
+    decoder = Decoder(tiny())
+    d = Distiller(decoder, (3,), {4: ReplacementLayer(decoder.layers[3], 3)}, 128)
+    assert loss_of(d, ids()).item() < 1e-6
+
+
+def test_the_ffn_is_the_models_own_mlp_without_a_residual():
+    decoder = Decoder(tiny())
+    mlp = decoder.layers[2].mlp
+    net = SwiGLU(mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight, "silu")
+    x = torch.randn(2, 5, 64)
+    torch.testing.assert_close(net(x), mlp(x), rtol=1e-5, atol=1e-5)
+    assert sum(p.numel() for p in net.parameters()) == 3 * 64 * 128
+
+
+@pytest.mark.parametrize("replace, loss", [("ffn", "mse"), ("ffn", "kl"), ("layer", "mse"), ("layer", "kl")])
+def test_replacement_networks_train_and_are_evaluated(script, folders, ready, text, replace, loss):
+    code, _, err = distill(script, folders, ready, text, "--replace", replace, "--loss", loss, "--epochs", 3)
+    assert code == 0, err
+    header, tensors = read_tensors(ready / "ft.safetensors", "patch")
+    assert header["validation"]["best"] < header["validation"]["first"]
+    assert any(name.startswith("run0.ffn." if replace == "ffn" else "run0.layer.") for name in tensors)
+    code, out, err = script("eval_ppl", "--model", folders("llama"), "--patch", f"net={ready}/ft.safetensors",
+                            "--datasets", text, "--seq-len", 32, "--out", ready / "ppl.json")
+    assert code == 0 and "net" in out, err
+    code, _, err = distill(script, folders, ready, text, "--replace", replace, "--loss", loss, "--epochs", 3,
+                           "--save-model", ready / "m")
+    assert code == 2 and "replacement networks" in err

@@ -14,8 +14,9 @@ import torch
 
 from utils import cli
 from utils.activations import collect
+from utils.distillation import Distiller, TrainablePatch, kl_top_k
 from utils.hadamard import rotation
-from utils.models import EMBEDDED, find_model, load_decoder, load_tokenizer
+from utils.models import EMBEDDED, Decoder, find_model, load_decoder, load_tokenizer
 from utils.patch import patch_module, scale_vector
 from utils.perplexity import window_losses
 from utils.variants import Variant, run_variants
@@ -196,7 +197,89 @@ def benchmark_mmlu(subjects=10, limit=50):
           f"{plain / shared:.2f} (target 3); equal predictions {equal} of {count}")
 
 
-BENCHMARKS = {"collect": benchmark_collect, "ppl": benchmark_ppl, "qa": benchmark_qa, "mmlu": benchmark_mmlu}
+def random_llama():
+    """A random Llama of the 7B model's depth at reduced width: 32 layers, hidden 256, 32,000 words, float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    torch.manual_seed(0)
+    return Decoder(LlamaForCausalLM(LlamaConfig(
+        vocab_size=32000, hidden_size=256, intermediate_size=688, num_hidden_layers=32, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=2048, tie_word_embeddings=False)))
+
+
+def benchmark_distill(steps=6, seq_len=512, top_k=100, lr=1e-4):
+    """Online and cached training against the plain recipe, on the embedded model and on the shape of the 7B run."""
+    for name, decoder, (start, end) in (("embedded", load_decoder(find_model(EMBEDDED)), (12, 19)),
+                                        ("7B shape", random_llama(), (21, 30))):
+        ids = torch.randint(5, 30000, (steps, seq_len), generator=torch.Generator().manual_seed(0))
+        runs = {side: _Recipe(decoder, start, end, top_k, lr) for side in ("plain", "online", "cached")}
+        times = {side: [] for side in runs}
+        losses = {side: [] for side in runs}
+        cache = [runs["cached"].targets(window[None]) for window in ids]
+        for number, window in enumerate(ids):  # the first step warms up
+            for side, recipe in runs.items():
+                begin = time.perf_counter()
+                given = {"plain": recipe.plain, "online": recipe.online,
+                         "cached": lambda w: recipe.suffix(w, cache[number])}[side]  # noqa: B023
+                losses[side].append(given(window[None]))
+                times[side].append(time.perf_counter() - begin)
+        times = {side: values[1:] for side, values in times.items()}
+        worst = max(abs(a - b) / abs(a) for side in ("online", "cached") for a, b in zip(losses["plain"], losses[side]))
+        print(f"{name}, block [{start}, {end}), {seq_len} tokens a step: "
+              + ", ".join(f"{side} {statistics.median(values):.2f} s" for side, values in times.items()))
+        targets = (1.4, 2.0) if name == "embedded" else (1.7, 4.0)
+        print(f"  plain / online {median_ratio(times, 'plain', 'online'):.2f} (target {targets[0]}), "
+              f"plain / cached epochs {median_ratio(times, 'plain', 'cached'):.2f} (target {targets[1]}); "
+              f"largest relative difference of the losses {worst:.1e}", flush=True)
+
+
+class _Recipe:
+    """One way to train the patch of one block, with its own parameters and optimizer."""
+
+    def __init__(self, decoder, start, end, top_k, lr):
+        removed = tuple(range(start, end))
+        patch = TrainablePatch(torch.eye(decoder.hidden_size), "full")
+        self.distiller = Distiller(decoder, removed, {end: patch}, top_k)
+        self.decoder, self.top_k = decoder, top_k
+        self.optimizer = torch.optim.AdamW(self.distiller.parameters, lr=lr)
+
+    def targets(self, ids):
+        inputs, hidden = self.distiller.interface(ids)
+        return inputs, hidden, self.distiller.teacher(inputs, hidden)
+
+    def online(self, ids):
+        return self._step(lambda: self.distiller.student_loss(*self.targets(ids)))
+
+    def suffix(self, ids, target):
+        """A later epoch of offline training: the interface's states and the teacher's outputs are at hand."""
+        return self._step(lambda: self.distiller.student_loss(self.decoder.inputs(ids), *target[1:]))
+
+    def plain(self, ids):
+        """A teacher pass over the whole model, then the whole student with its full head."""
+        with torch.no_grad():
+            logits = self.decoder.model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
+            values, index = logits.topk(self.top_k, dim=1)
+
+        def loss():
+            inputs, hidden = self.distiller.interface(ids)
+            for layer in range(self.distiller.runs[0][1], self.decoder.num_layers):
+                if layer in self.distiller.patches:
+                    hidden = self.distiller.patches[layer](hidden)
+                hidden = self.decoder.layer(inputs, layer, hidden)
+            student = self.decoder.head_logits(self.decoder.final_states(hidden)).flatten(0, 1)
+            return kl_top_k(values, student.gather(1, index))
+
+        return self._step(loss)
+
+    def _step(self, make_loss):
+        loss = make_loss()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+
+BENCHMARKS = {"collect": benchmark_collect, "ppl": benchmark_ppl, "qa": benchmark_qa, "mmlu": benchmark_mmlu,
+              "distill": benchmark_distill}
 
 
 def main():

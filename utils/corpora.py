@@ -110,31 +110,42 @@ def _share(part, sampling, length):
 # --- evaluation windows
 
 
-def evaluation_windows(spec, tokenizer, seq_len, bos="stream", limit=None, data_dir=None, unk="special"):
+def evaluation_windows(spec, tokenizer, seq_len, bos="stream", limit=None, data_dir=None, unk="special", stride=None):
     """Windows to measure perplexity on: ids int64 [windows, seq_len]; each has seq_len - 1 scored targets.
 
     bos="stream": the field's convention, BOS at most once, before the first token. bos="window": every window is BOS
     and seq_len - 1 tokens of the stream; the first target is the token after BOS. limit: only the first windows.
     unk: see `token_stream`. Tokens after the last window that fits are dropped and counted in the info.
+    stride: windows start every `stride` tokens instead and each scores its last `stride` targets only, so that every
+    scored token has at least seq_len - stride tokens before it.
 
-    Raises UserError when the text is shorter than one window, or the tokenizer has no BOS for bos="window".
+    Raises UserError when the text is shorter than one window, when the tokenizer has no BOS for bos="window", or when
+    a stride is asked of a corpus of separate documents.
     """
     _check_choice("--bos", bos, ("stream", "window"))
+    if stride is not None and not 1 <= stride < seq_len:
+        raise UserError(f"--stride {stride}: give 1 to --seq-len - 1, here {seq_len - 1}")
     _check_at_least("--seq-len", seq_len, 2)
     if limit is not None:
         _check_at_least("--limit-windows", limit, 1)
     if bos == "window" and tokenizer.bos_token_id is None:
         raise UserError("--bos window: this tokenizer has no BOS token; use --bos stream")
     text = load_text(spec, "evaluation", data_dir)
-    cut = _evaluation_from_stream if text.kind == "stream" else _evaluation_from_documents
-    ids, tokens_info = cut(text, tokenizer, seq_len, bos, unk)
+    if stride is not None:
+        if text.kind != "stream" or bos == "window":
+            raise UserError(f"--stride: {text.name} with --bos {bos} has no stream to slide over")
+        ids, tokens_info = _sliding(text, tokenizer, seq_len, stride, unk)
+    else:
+        cut = _evaluation_from_stream if text.kind == "stream" else _evaluation_from_documents
+        ids, tokens_info = cut(text, tokenizer, seq_len, bos, unk)
     available, ids = len(ids), ids[:limit]
     info = {
         **_text_info(text),
         "seq_len": seq_len,
         "windows": len(ids),
         "windows_available": available,
-        "scored_tokens": len(ids) * (seq_len - 1),
+        "stride": stride,
+        "scored_tokens": len(ids) * (stride or seq_len - 1),
         **tokens_info,
         "token_ids_sha256": ids_sha256(ids),
     }
@@ -157,6 +168,15 @@ def _evaluation_from_stream(text, tokenizer, seq_len, bos, unk):
     if bos == "window":
         windows = torch.cat([torch.full((count, 1), tokenizer.bos_token_id), windows], dim=1)
     return windows, {**info, "tokens": len(stream), "dropped_tokens": len(stream) - count * step}
+
+
+def _sliding(text, tokenizer, seq_len, stride, unk):
+    stream, info = token_stream(text.text(), tokenizer, unk)
+    if len(stream) < seq_len:
+        raise UserError(f"{text.name}: {len(stream)} tokens < one window (--seq-len {seq_len})")
+    windows = stream.unfold(0, seq_len, stride).contiguous()
+    dropped = len(stream) - (len(windows) - 1) * stride - seq_len
+    return windows, {**info, "tokens": len(stream), "dropped_tokens": dropped}
 
 
 def _evaluation_from_documents(text, tokenizer, seq_len, bos, unk):
@@ -212,6 +232,8 @@ def describe(info):
         parts.append(f"windows={info['windows']} seq_len={info['seq_len']}, {order}, {info['part']} part")
     else:
         cut = "crops of documents" if info["kind"] == "documents" else "non-overlapping windows"
+        if info.get("stride"):
+            cut = f"windows every {info['stride']} tokens, each scoring its last {info['stride']} targets"
         numbers = f"windows={info['windows']} seq_len={info['seq_len']} scored={info['scored_tokens']}"
         dropped = "" if info["dropped_tokens"] is None else f" dropped={info['dropped_tokens']}"
         limited = info["windows"] < info["windows_available"]

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from utils.errors import UserError
 from utils.hadamard import rotation
 from utils.selection import kept_layers, runs_of
+from utils.variants import apply_step
 
 TOKEN_CHUNK = 64  # tokens whose K rows of the head, [K, C] each, are gathered at one time
 PARAMETRISATIONS = ("full", "symmetric", "diagonal-hadamard", "diagonal", "low-rank:R")
@@ -129,6 +130,11 @@ class TrainablePatch(nn.Module):
             patched = x @ ((self.weight + self.weight.T) / 2 if self.kind == "symmetric" else self.weight)
         return patched.to(hidden.dtype)
 
+    def export(self):
+        """{name: float32 tensor} for the patch file."""
+        matrix = self.matrix().cpu()
+        return {"d" if matrix.ndim == 1 else "weight": matrix}
+
     @torch.no_grad()
     def matrix(self):
         """P as LinearPatch holds it: float32 [C, C], or [C] for a diagonal one."""
@@ -142,9 +148,9 @@ class TrainablePatch(nn.Module):
 
 
 class Distiller:
-    """Teacher and student of one decoder: `removed` layers, one trainable patch behind each run.
+    """Teacher and student of one decoder: `removed` layers, one trainable patch or network behind each run.
 
-    patches: {end of run: TrainablePatch}. loss: 'kl', 'kl-tail' (with the bucket for the rest) or 'mse' (of the states
+    patches: {end of run: TrainablePatch, SwiGLU or ReplacementLayer}. loss: 'kl', 'kl-tail' (with the bucket for the rest) or 'mse' (of the states
     at each interface).
     """
 
@@ -183,7 +189,7 @@ class Distiller:
         total = 0.0
         for index in range(self.runs[0][1], self.decoder.num_layers + 1):
             if index in self.patches:
-                hidden = self.patches[index](hidden)
+                hidden = apply_step(self.decoder, batch, self.patches[index], hidden)
                 if self.loss == "mse":
                     total = total + F.mse_loss(hidden.float(), target[index].float())
                     if index == self.runs[-1][1]:

@@ -10,6 +10,7 @@ from utils.artifacts import read_tensors, write_tensors
 from utils.errors import UserError, WorkError
 from utils.hadamard import rotation
 from utils.modeling_linearpatch import LinearPatch
+from utils.replacement import ReplacementLayer, SwiGLU
 from utils.selection import kept_layers, runs_of
 from utils.variants import Variant
 
@@ -78,23 +79,42 @@ def write_patch(path, tensors, content):
     write_tensors(path, "patch", {name: tensor.float() for name, tensor in tensors.items()}, content)
 
 
-def read_patch(path, source, name=None):
-    """Variant of a patch file for the model `source`, with its header as `about`. Raises UserError."""
+def read_patch(path, source, name=None, decoder=None):
+    """Variant of a patch file for the model `source`, with its header as `about`. Raises UserError.
+
+    decoder: function without arguments that gives the loaded Decoder; called only for a file with a decoder layer.
+    """
     header, tensors = read_tensors(path, "patch")
     source.check_artifact(header.get("model", {}), path)
     num_layers, hidden_size = source.shape
-    removed = tuple(header["removed"])
+    removed = checked_layers(header, num_layers, path)
     patches = {}
     for index, (start, end) in enumerate(runs_of(removed)):
-        entry = {field: tensors.get(f"run{index}.{field}") for field in ("d", "weight")}
-        if all(tensor is None for tensor in entry.values()):
-            raise UserError(f"{path}: has no tensor for run {index}, [{start}, {end})")
-        for field, tensor in entry.items():
-            if tensor is not None and set(tensor.shape) != {hidden_size}:
-                raise UserError(f"{path}: run{index}.{field} has shape {list(tensor.shape)}, "
+        own = {key.removeprefix(f"run{index}."): value for key, value in tensors.items() if key.startswith(f"run{index}.")}
+        for field in ("d", "weight"):
+            if field in own and set(own[field].shape) != {hidden_size}:
+                raise UserError(f"{path}: run{index}.{field} has shape {list(own[field].shape)}, "
                                 f"the model's hidden size is {hidden_size}")
-        patches[end] = patch_module(header["scaling"], **entry, order=header.get("hadamard_order", "released"))
+        if "ffn.gate" in own:
+            patches[end] = SwiGLU(own["ffn.gate"], own["ffn.up"], own["ffn.down"], header["activation"])
+        elif any(key.startswith("layer.") for key in own):
+            state = {key.removeprefix("layer."): value for key, value in own.items()}
+            patches[end] = ReplacementLayer.from_state(decoder(), start, state)
+        elif "weight" in own or "d" in own:
+            patches[end] = patch_module(header.get("scaling"), own.get("d"), own.get("weight"),
+                                        header.get("hadamard_order", "released"))
+        else:
+            raise UserError(f"{path}: has no tensor for run {index}, [{start}, {end})")
     return Variant(name or str(path), removed, patches, header)
+
+
+def checked_layers(content, num_layers, path):
+    """`removed` of an artifact as a tuple of distinct layers of the model. Raises UserError."""
+    removed = content.get("removed")
+    if not isinstance(removed, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in removed) or (
+            len(set(removed)) != len(removed)) or len(removed) >= num_layers:
+        raise UserError(f"{path}: field 'removed' is no list of distinct layers from 0 to {num_layers - 1}: {removed}")
+    return tuple(sorted(removed))
 
 
 def layer_lists(num_layers, removed):

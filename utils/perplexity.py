@@ -11,19 +11,19 @@ from utils.variants import run_variants
 
 
 @torch.no_grad()
-def window_losses(decoder, variants, input_ids, batch_size=1, label="ppl", progress=True):
+def window_losses(decoder, variants, input_ids, batch_size=1, label="ppl", progress=True, scored=None):
     """Mean negative log-likelihood of each window, float64 [variants, N], in nats a token.
 
-    input_ids: int64 [N, T]; every window scores its T-1 next tokens.
+    input_ids: int64 [N, T]; every window scores its T-1 next tokens, or the last `scored` of them.
     """
     losses = torch.zeros(len(variants), len(input_ids), dtype=torch.float64)
     bar = tqdm(total=len(input_ids), desc=label, unit="window", disable=not progress)
-    done = 0
+    done, first = 0, input_ids.shape[1] - 1 - (scored or input_ids.shape[1] - 1)
     for ids in input_ids.split(batch_size):
         batch = decoder.inputs(ids)
 
         def leaf(index, hidden):
-            losses[index, done:done + len(ids)] = decoder.token_nll(hidden, ids[:, 1:]).double().mean(1).cpu()
+            losses[index, done:done + len(ids)] = decoder.token_nll(hidden[:, first:], ids[:, 1 + first:]).double().mean(1).cpu()
 
         run_variants(decoder, batch, variants, leaf)
         done += len(ids)

@@ -16,7 +16,7 @@ from utils.corpora import calibration_windows
 from utils.errors import UserError
 from utils.hadamard import rotation
 from utils.models import EMBEDDED, find_layers, find_model, load_decoder, load_tokenizer, pick_device, pick_dtype
-from utils.patch import read_patch
+from utils.patch import checked_layers, read_patch
 from utils.variants import Variant
 
 
@@ -94,7 +94,12 @@ class Session:
         """A selection artifact made for this model. Raises UserError."""
         selection = read_json(path, "selection")
         self.source.check_artifact(selection.get("model", {}), path)
+        checked_layers(selection, self.source.shape[0], path)
         return selection
+
+    def read_patch(self, path, name=None):
+        """The Variant of a patch file made for this model. Raises UserError."""
+        return read_patch(path, self.source, name, lambda: self.decoder)
 
 
     def variants(self):
@@ -113,7 +118,7 @@ class Session:
             if text == "dense":
                 variant = Variant("dense")
             elif kind == "patch":
-                variant = read_patch(path, self.source, name)
+                variant = self.read_patch(path, name)
             else:
                 variant = Variant(name, tuple(self.read_selection(path)["removed"]), {}, {"scaling": "vanilla"})
             if name in found and text != "dense":

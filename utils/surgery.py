@@ -134,6 +134,8 @@ def save_folder(decoder, tokenizer, variant, folder, about):
     """
     folder = Path(folder)
     check_save_folder(folder)
+    if not all(isinstance(patch, modeling_linearpatch.LinearPatch) for patch in variant.patches.values()):
+        raise UserError("--save-model: replacement networks stay in their patch file; evaluate with it")
     if variant.patches and not _importable(type(decoder.model)):
         raise UserError(f"{type(decoder.model).__name__}: comes with remote code, so a patched folder cannot name its "
                         "class; keep the patch file and evaluate with it")

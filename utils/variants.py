@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from utils.modeling_linearpatch import LinearPatch
+from utils.replacement import ReplacementLayer
 from utils.selection import kept_layers
 
 
@@ -23,7 +23,7 @@ class Variant:
     about: dict = field(default_factory=dict)
 
     def steps(self, num_layers):
-        """The way from X^(0) to the input of the final norm: layer indices and LinearPatch modules, in order."""
+        """The way from X^(0) to the input of the final norm: layer indices and patches, in order."""
         steps = []
         for index in [*kept_layers(num_layers, self.removed), num_layers]:
             if index in self.patches:
@@ -36,8 +36,9 @@ class Variant:
         """Hex sha256 of what this variant computes: its removed layers and the bytes of its patches."""
         digest = hashlib.sha256(str(sorted(self.removed)).encode())
         for index, patch in sorted(self.patches.items()):
-            digest.update(f"{index}{list(patch.weight.shape)}".encode())
-            digest.update(patch.weight.detach().cpu().numpy().tobytes())
+            for name, tensor in patch.state_dict().items():
+                digest.update(f"{index}{name}{list(tensor.shape)}".encode())
+                digest.update(tensor.cpu().numpy().tobytes())
         return digest.hexdigest()
 
     def describe(self, source):
@@ -81,5 +82,7 @@ def run_variants(decoder, batch, variants, leaf):
 
 
 def apply_step(decoder, batch, step, hidden):
-    """One step of a variant: a layer index or a LinearPatch."""
-    return step(hidden) if isinstance(step, LinearPatch) else decoder.layer(batch, step, hidden)
+    """One step of a variant: a layer index, a patch, or a network in the place of a run."""
+    if isinstance(step, int):
+        return decoder.layer(batch, step, hidden)
+    return step(hidden, batch) if isinstance(step, ReplacementLayer) else step(hidden)
