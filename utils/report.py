@@ -13,9 +13,12 @@ from utils.errors import UserError
 from utils.perplexity import summarise
 from utils.corpora import describe
 
-ROWS = ("vanilla", "diagonal", "hadamard")
-LABELS = {"vanilla": "vanilla", "diagonal": "+d", "hadamard": "+P", None: "dense"}
-PAPER_METHOD = {None: "dense", "vanilla": "vanilla", "diagonal": "+d", "hadamard": "+P"}
+ROWS = ("vanilla", "diagonal", "hadamard", "hadamard+ft")
+LABELS = {"vanilla": "vanilla", "diagonal": "+d", "hadamard": "+P", "hadamard+ft": "+FT"}
+# Methods of the paper's tables behind each row; the first that has the row's model and n counts.
+PAPER_METHODS = {"vanilla": ("vanilla", "llm-streamline-none"), "diagonal": ("+d",),
+                 "hadamard": ("+P", "linearpatch[S/L]", "linearpatch[L]"),
+                 "hadamard+ft": ("+P+ft", "linearpatch[L]+ft", "linearpatch+ft"), None: ("dense",)}
 
 
 def table(head, rows):
@@ -41,7 +44,8 @@ def selections(folder):
 
 
 def patch_headers(folder):
-    return [read_header(path, "patch") for path in sorted(folder.glob("n*/patch_*.safetensors"))]
+    return [read_header(path, "patch") for path in sorted(folder.glob("n*/*.safetensors"))
+            if not path.name.endswith((".checkpoint.safetensors", ".last.safetensors"))]
 
 
 def section_blocks(found):
@@ -55,8 +59,10 @@ def section_blocks(found):
         ["n", "block", "cosine, eq. (2)", "parameters removed", "ratio %", "ratio % with a C x C patch"], rows)
 
 
-def section_perplexity(results, model):
-    parts = ["## Perplexity\n\nIntervals: 95 %, over windows; 'of vanilla' is the ratio of perplexities on the same "
+def section_perplexity(results, model, title="Perplexity"):
+    """Perplexities of one ppl artifact, corpus by corpus; variants of an ablation keep their names."""
+    main = title == "Perplexity"
+    parts = [f"## {title}\n\nIntervals: 95 %, over windows; 'of vanilla' is the ratio of perplexities on the same "
              "windows (paired), below 1 where the patch helps."]
     for dataset in dict.fromkeys(row["dataset"] for row in results):
         mine = [row for row in results if row["dataset"] == dataset]
@@ -69,7 +75,7 @@ def section_perplexity(results, model):
                 losses = [torch.tensor(r["window_nll"], dtype=torch.float64) for r in (row, reference)]
                 summary = summarise(*losses)
                 paired = with_interval(summary["ratio_to_reference"], summary["ratio_ci95"], 3)
-            label = LABELS.get(row["scaling"], row["variant"]) if row["removed"] else "dense"
+            label = LABELS.get(row["scaling"], row["variant"]) if main and row["removed"] else row["variant"]
             body.append([len(row["removed"]), label, with_interval(row["ppl"], row["ppl_ci95"]), paired,
                          *paper_cell(model, row)])
         head = ["n", "variant", "perplexity", "of vanilla"]
@@ -83,10 +89,46 @@ def paper_cell(model, row):
              if r["model"] == model and row["dataset"] in r["values"]]
     if not paper:
         return []
-    names = {"vanilla": ("vanilla", "llm-streamline-none"), "hadamard": ("+P", "linearpatch[S/L]", "linearpatch[L]"),
-             "diagonal": ("+d",)}.get(row["scaling"], ("dense",))
+    names = PAPER_METHODS.get(row["scaling"], ())
     fits = [r for r in paper if r["n_pruned"] == len(row["removed"]) and r["method"] in names]
     return [f"{fits[0]['values'][row['dataset']]:.2f}" if fits else "-"]
+
+
+def section_qa(content, title):
+    """One qa artifact: the printed metric of each task, average and retained performance."""
+    tasks = list(dict.fromkeys(row["task"] for row in content["results"]))
+    body = []
+    for entry in content["summary"]:
+        mine = {row["task"]: row for row in content["results"] if row["variant"] == entry["variant"]}
+        cells = [f"{100 * mine[t]['value']:.2f}" if t in mine else "-" for t in tasks]
+        retained = entry["retained_performance"]
+        body.append([entry["variant"], *cells, f"{100 * entry['average']:.2f}",
+                     "-" if retained is None else f"{retained:.2f}"])
+    counts = ", ".join(f"{row['task']} {row['n']} ({row['metric']})" for row in content["results"][:len(tasks)])
+    return (f"## Question answering: {title}\n\n{content['harness']}, zero-shot, {content['bos']}; items and metric: "
+            f"{counts}.\n\n" + table(["variant", *tasks, "average", "retained %"], body))
+
+
+def section_mmlu(content, title):
+    """One mmlu artifact: categories, weighted and macro average."""
+    names = ("stem", "humanities", "social_sciences", "other", "weighted_avg", "macro_avg")
+    body = [[row["variant"], *(f"{100 * row[n]:.2f}" if n in row else "-" for n in names), row["n"],
+             "yes" if row["collapsed"] else "no"] for row in content["summary"]]
+    return f"## MMLU, five-shot: {title}\n\n" + table(["variant", *names, "questions", "collapsed"], body)
+
+
+def section_extra(path):
+    """Any further evaluation in the run directory, by the kind that its format field names; '' for other files."""
+    try:
+        kind = json.loads(path.read_text()).get("format", "").partition("/")[2].partition("@")[0]
+    except (ValueError, AttributeError):
+        return ""
+    if kind not in ("ppl", "qa", "mmlu"):
+        return ""
+    content = read_json(path, kind)
+    if kind == "ppl":
+        return section_perplexity(content["results"], None, path.stem)
+    return (section_qa if kind == "qa" else section_mmlu)(content, path.stem)
 
 
 def section_sigma(headers):
@@ -104,7 +146,9 @@ def section_sigma(headers):
 def section_cost(folder):
     """Time and peak memory of each artifact's own call."""
     rows = []
-    for path in sorted([*folder.rglob("*.json"), *folder.rglob("*.safetensors")], key=lambda p: p.stat().st_mtime):
+    found = [p for p in [*folder.glob("*"), *folder.glob("n*/*")] if p.suffix in (".json", ".safetensors")
+             and not p.name.endswith((".last.safetensors", ".checkpoint.safetensors"))]
+    for path in sorted(found, key=lambda p: p.stat().st_mtime):
         content = _any_artifact(path)
         if content and "provenance" in content:
             about = content["provenance"]
@@ -114,10 +158,16 @@ def section_cost(folder):
 
 
 def _any_artifact(path):
-    kind = {"selection.json": "selection", "ppl.json": "ppl", "stats.safetensors": "stats"}.get(path.name, "patch")
+    """Content of any artifact of this project, or None."""
     if path.suffix == ".json":
-        return read_json(path, kind) if kind != "patch" else None
-    return read_header(path, kind)
+        content = json.loads(path.read_text())
+        return content if str(content.get("format", "")).startswith("linearpatch/") else None
+    for kind in ("stats", "patch"):
+        try:
+            return read_header(path, kind)
+        except UserError:
+            continue
+    return None
 
 
 def section_protocol(found, results, headers, protocol):
@@ -151,6 +201,7 @@ def write_report(folder):
              + "."]
     parts.append(section_blocks(found) if found else "")
     parts.append(section_perplexity(results, folder.name) if results else "")
+    parts += [section_extra(path) for path in sorted(folder.glob("*.json")) if path.name != "ppl.json"]
     parts += [section_sigma(headers), section_cost(folder),
               section_protocol(found, results, headers, ppl.get("protocol"))]
     text = "\n\n".join(part for part in parts if part) + "\n"
