@@ -169,7 +169,7 @@ def test_gguf_becomes_a_folder_with_the_dequantised_weights(tmp_path, cache):
 def test_second_call_returns_the_folder_without_any_work(tmp_path, monkeypatch):
     path = write_gguf(tmp_path / "tiny.gguf", options=SMOLLM)
     folder = gguf_to_folder(path)
-    monkeypatch.setattr(conversion, "sha256_file", None)
+    monkeypatch.setattr("utils.embedded.sha256_file", None)
     monkeypatch.setattr(conversion, "_gguf_header", None)
     assert gguf_to_folder(path) == folder
 

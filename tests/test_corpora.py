@@ -246,7 +246,7 @@ def test_a_named_split_is_used_and_an_unknown_one_refused(tmp_path):
 @pytest.mark.parametrize("corpus, path", [("wikitext2", "wikitext2/wiki.test.raw"), ("ptb", "ptb/ptb.valid.txt"),
                                           ("c4", "c4/c4-validation.00000-of-00008.json.gz")])
 def test_a_missing_file_is_named_and_the_hub_not_tried(tmp_path, monkeypatch, corpus, path):
-    monkeypatch.setattr(texts, "_hub_file", lambda *_: pytest.fail("the hub was tried"))
+    monkeypatch.setattr(texts, "hub_file", lambda *_: pytest.fail("the hub was tried"))
     with pytest.raises(UserError) as error:
         load_text(corpus, "evaluation", tmp_path)
     assert str(tmp_path / path) in str(error.value) and 'README, section "Data"' in str(error.value)
