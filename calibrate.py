@@ -17,7 +17,7 @@ from utils.patch import (ESTIMATORS, SCALINGS, layer_lists, patch_module, random
 from utils.perplexity import summarise, window_losses
 from utils.selection import runs_of
 from utils.session import Session, default_folder
-from utils.surgery import check_save_folder, save_folder
+from utils.surgery import save_folder
 from utils.variants import Variant
 
 AUTO_CHOICES = ("none", "diagonal", "hadamard")
@@ -35,7 +35,7 @@ def arguments():
                    help="of d: the paper's ratio of sums, or the released code's mean of per-sample ratios")
     p.add_argument("--hadamard-order", choices=["released", "paper"], default="released",
                    help="order of the Kronecker factors of H where C is not a power of two")
-    p.add_argument("--sigma-windows", type=int, default=0, help="also measure sigma_d, eq. (4), on so many windows")
+    p.add_argument("--sigma-windows", type=cli.non_negative, default=0, help="also measure sigma_d, eq. (4), on so many windows")
     p.add_argument("--auto-windows", type=cli.positive, default=8, help="held-out windows of --scaling auto")
     cli.add_data_flags(p)
     cli.add_calibration_flags(p)
@@ -83,9 +83,10 @@ def main():
     args = arguments()
     args.out = args.out or default_folder(args.model) / "patch.safetensors"
     args.stats = args.stats or args.selection.with_name("stats.safetensors")
-    if args.save_model:
-        check_save_folder(args.save_model)
+    cli.check_outputs(args, out=".safetensors", stats=".safetensors")
     session = Session(args)
+    if args.save_model:
+        session.tokenizer  # a model folder needs one: fail before any work
     selection = session.read_selection(args.selection)
     removed, runs = tuple(selection["removed"]), runs_of(selection["removed"])
     num_layers, hidden_size = session.source.shape
@@ -94,7 +95,7 @@ def main():
               "sigma_windows": args.sigma_windows}
     stats = calibration = None
     if args.scaling not in ("none", "random") or args.sigma_windows:
-        stats, stats_recipe, calibration = session.stats(args.stats)
+        stats, stats_recipe, calibration = session.stats(args.stats, args.hadamard_order)
         recipe.update(stats=stats_recipe, estimator=args.estimator, hadamard_order=args.hadamard_order)
     if args.scaling == "auto":
         recipe.update(auto_windows=args.auto_windows)
@@ -111,7 +112,8 @@ def main():
             content.update(hadamard_order=args.hadamard_order, rotation=turn.info())
         if args.sigma_windows:
             windows = session.calibration().ids[:args.sigma_windows]
-            content["sigma_d"] = token_scaling_spread(session.decoder, windows, runs, rotation(hidden_size))
+            content["sigma_d"] = token_scaling_spread(
+                session.decoder, windows, runs, rotation(hidden_size, order=args.hadamard_order))
         tensors = estimate(scaling, args, stats, runs, hidden_size)
         content["provenance"] = session.watch.provenance(session.decoder if "decoder" in vars(session) else None)
         write_patch(args.out, tensors, content)

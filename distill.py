@@ -21,7 +21,7 @@ from utils.patch import layer_lists, random_matrix, write_patch
 from utils.replacement import ReplacementLayer, SwiGLU, activation_of
 from utils.selection import runs_of
 from utils.session import Session, default_folder
-from utils.surgery import check_save_folder, save_folder
+from utils.surgery import save_folder
 from utils.teacher_cache import TeacherCache, cache_bytes
 
 
@@ -51,7 +51,7 @@ def arguments():
     group.add_argument("--weight-decay", type=float, default=1e-4, help="decoupled")
     group.add_argument("--decay-to-start", action="store_true", help="decay toward the initial patch, not toward zero")
     group.add_argument("--clip", type=float, help="largest gradient norm; none by default")
-    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--seed", type=cli.seed, default=0)
     group.add_argument("--save-every", type=cli.positive, default=50, help="steps between validations and checkpoints")
     group.add_argument("--cache", type=Path, help="folder of the offline cache; default teacher_cache beside --out")
     group.add_argument("--cache-dtype", choices=["float16", "float32"], default="float16", help="of cached probabilities")
@@ -256,8 +256,7 @@ def write_curve(path, log):
 def main():
     args = arguments()
     args.out = args.out or default_folder(args.model) / "patch_ft.safetensors"
-    if args.save_model:
-        check_save_folder(args.save_model)
+    cli.check_outputs(args, out=".safetensors")
     if args.mode == "offline" and args.loss == "mse":
         raise UserError("--loss mse needs the states of the intact model; use --mode online")
     session = Session(args)

@@ -24,7 +24,7 @@ def arguments():
     p.add_argument("--answer-tokens", choices=["bare", "spaced"], default="bare",
                    help="bare: the token of 'A', as in the authors' code; spaced: the token of ' A' behind 'Answer:'")
     p.add_argument("--batch-tokens", type=cli.positive, default=BATCH_TOKENS, help="padded tokens a forward pass")
-    p.add_argument("--seed", type=int, default=0, help="of the subset")
+    p.add_argument("--seed", type=cli.seed, default=0, help="of the subset")
     cli.add_data_flags(p)
     cli.add_output_flags(p, "result file; default runs/<model>/mmlu.json")
     return p.parse_args()
@@ -33,6 +33,7 @@ def arguments():
 def main():
     args = arguments()
     args.out = args.out or default_folder(args.model) / "mmlu.json"
+    cli.check_outputs(args, out=".json")
     session = Session(args)
     variants = session.variants()
     answers = answer_tokens(session.tokenizer, args.answer_tokens)
@@ -49,7 +50,7 @@ def main():
         return
 
     results = []
-    longest = session.source.config.get("max_position_embeddings") or 2048
+    longest = session.source.positions[1] or 2048
     with tqdm(total=sum(len(questions) for _, questions in tables.values()), desc="mmlu", unit="question") as bar:
         for subject, (examples, questions) in tables.items():
             bar.set_description(subject)

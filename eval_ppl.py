@@ -1,7 +1,8 @@
 """Perplexity of dense, pruned and patched variants of a model (paper, section 4.1, tables 3, 5 and 15): ppl.json.
 
 Non-overlapping windows of the tokenised stream, exp of the mean loss of their next tokens. All variants of one call
-share one load and the layers that they have in common. Rows that ppl.json already has are kept, not recomputed.
+share one load and the layers that they have in common. ppl.json holds the rows of one call; those that an earlier
+ppl.json already has are taken from it, so an interrupted call goes on where it stopped.
 """
 
 import torch
@@ -38,18 +39,19 @@ def arguments():
 def main():
     args = arguments()
     args.out = args.out or default_folder(args.model) / "ppl.json"
+    cli.check_outputs(args, out=".json")
     session = Session(args)
     session.check_seq_len(args.seq_len)
     variants = session.variants()
-    datasets = args.datasets or (["wiki", "news"] if session.embedded_text else ["wikitext2", "c4", "ptb"])
+    datasets = list(dict.fromkeys(args.datasets or [])) or (["wiki", "news"] if session.embedded_text else ["wikitext2", "c4", "ptb"])
 
     earlier = {}
     if args.out.exists() and not args.force:
-        earlier = {row["key"]: row for row in read_json(args.out, "ppl")["results"]}
+        earlier = {row.get("key"): row for row in read_json(args.out, "ppl")["results"] if "window_nll" in row}
     corpora = [evaluation_windows(name, session.tokenizer, args.seq_len, bos=args.bos, limit=args.limit_windows,
                                   data_dir=args.data_dir, unk=args.ptb_unk, stride=args.stride) for name in datasets]
     keys_of = [[f"{session.source.fingerprint[:16]}:{variant.digest()[:16]}:{windows.info['token_ids_sha256'][:16]}:"
-                f"{session.dtype_name}:{args.stride}" for variant in variants] for windows in corpora]
+                f"{session.dtype_name}:{args.seq_len}:{args.stride}" for variant in variants] for windows in corpora]
     results = []
     for position, (name, windows, keys) in enumerate(zip(datasets, corpora, keys_of)):
         print(f"{name}: {describe(windows.info)}; {session.dtype_name}")

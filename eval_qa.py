@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from utils import cli
 from utils.artifacts import atomic_path, read_json, reusable, write_json
+from utils.errors import UserError
 from utils.qa import (HarnessModel, harness_results, item_records, load_tasks, paired_differences, result_row, summary)
 from utils.scoring import BATCH_TOKENS, make_packs, score
 from utils.session import Session, default_folder
@@ -30,7 +31,7 @@ def arguments():
     p.add_argument("--dense", type=Path, help="qa.json with the dense row that retained performance refers to")
     p.add_argument("--log-samples", type=Path, help="write one line an item: log-likelihoods, lengths, predictions")
     p.add_argument("--batch-tokens", type=cli.positive, default=BATCH_TOKENS, help="padded tokens a forward pass")
-    p.add_argument("--seed", type=int, default=0, help="of the subset")
+    p.add_argument("--seed", type=cli.seed, default=0, help="of the subset")
     cli.add_data_flags(p)
     cli.add_output_flags(p, "result file; default runs/<model>/qa.json")
     return p.parse_args()
@@ -39,16 +40,17 @@ def arguments():
 def main():
     args = arguments()
     args.out = args.out or default_folder(args.model) / "qa.json"
+    cli.check_outputs(args, out=".json", log_samples=".jsonl")
     session = Session(args)
     variants = session.variants()
-    dense_rows = read_json(args.dense, "qa")["results"] if args.dense else []
+    dense_rows = read_dense(args.dense, session.source) if args.dense else []
     model = HarnessModel(session.tokenizer, args.bos)
     tasks = load_tasks(args.tasks, model, args.data_dir, args.limit, args.seed)
     print(f"{model.bos_in_words()}; lm-evaluation-harness {harness_version()}, zero-shot; {session.dtype_name}")
     recipe = {"model": session.source.identity(), "dtype": session.dtype_name, "bos": model.bos_in_words(),
               "variants": {variant.name: variant.digest() for variant in variants},
-              "tasks": {qa.name: [qa.prompt_sha1, len(qa.items)] for qa in tasks}, "limit": args.limit,
-              "seed": args.seed, "dense": str(args.dense) if args.dense else None}
+              "tasks": {qa.name: qa.content_sha1 for qa in tasks}, "limit": args.limit, "seed": args.seed,
+              "dense": {row["task"]: row["value"] for row in dense_rows}}
     if not args.log_samples and reusable(args.out, "qa", recipe, args.force):
         show(read_json(args.out, "qa"))
         return
@@ -65,7 +67,7 @@ def main():
                 results.append(result_row(qa, variant, metrics, samples, own))
                 records += item_records(qa, variant, samples, own) if args.log_samples else []
 
-    dense = {row["task"]: row["value"] for row in dense_rows or results if row["variant"] == "dense"}
+    dense = {row["task"]: row["value"] for row in dense_rows or [r for r in results if r["variant"] == "dense"]}
     content = {"model": session.source.identity(), "results": results, "summary": summary(results, dense),
                "paired": paired_differences(results, variants[0].name), "bos": model.bos_in_words(),
                "harness": f"lm_eval=={harness_version()}", "limit": args.limit, "seed": args.seed, "recipe": recipe,
@@ -77,6 +79,20 @@ def main():
         print(f"wrote {args.log_samples}")
     show(content)
     print(f"wrote {args.out}")
+
+
+def read_dense(path, source):
+    """Rows of the dense variant of another qa.json, made for this model or the one that a saved folder came from."""
+    content, about = read_json(path, "qa"), source.folder / "linearpatch.json"
+    origin = json.loads(about.read_text()).get("base_model", {}).get("fingerprint") if about.is_file() else None
+    found = content["model"].get("fingerprint")
+    if found not in (source.fingerprint, origin):
+        raise UserError(f"{path}: made for another model ({content['model'].get('label')}), so its dense row is no "
+                        f"reference for {source.label}")
+    rows = [row for row in content["results"] if row.get("variant") == "dense" and "value" in row]
+    if not rows:
+        raise UserError(f"{path}: has no rows of a variant called dense")
+    return rows
 
 
 def harness_version():

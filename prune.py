@@ -8,13 +8,13 @@ from importlib import resources
 from pathlib import Path
 
 from utils import cli
-from utils.artifacts import reusable, write_json
+from utils.artifacts import read_json, reusable, write_json
 from utils.errors import UserError
 from utils.models import PRESETS
 from utils.patch import layer_lists
 from utils.selection import METRICS, Selection, check_n_prune, n_for_ratio, parameter_accounting, select
 from utils.session import Session, default_folder
-from utils.surgery import check_save_folder, save_folder
+from utils.surgery import save_folder
 from utils.variants import Variant
 
 
@@ -27,8 +27,8 @@ def arguments():
     which.add_argument("--layers", help="or: explicit list, for instance 23-29 or 3,5,7 (0-based, ends included); "
                                         "paper or paper:METHOD takes table 7, with --n-prune where it has several")
     p.add_argument("--metric", choices=METRICS, default="cosine", help="cosine is eq. (2)")
-    p.add_argument("--protect-first", type=int, help="layers at the start that stay; default 1 (shortgpt 0)")
-    p.add_argument("--protect-last", type=int, help="layers at the end that stay; default 1 (shortgpt 0)")
+    p.add_argument("--protect-first", type=cli.non_negative, help="layers at the start that stay; default 1 (shortgpt 0)")
+    p.add_argument("--protect-last", type=cli.non_negative, help="layers at the end that stay; default 1 (shortgpt 0)")
     cli.add_data_flags(p)
     cli.add_calibration_flags(p)
     cli.add_output_flags(p, "selection file; default runs/<model>/selection.json")
@@ -85,9 +85,10 @@ def main():
     args = arguments()
     args.out = args.out or default_folder(args.model) / "selection.json"
     args.stats = args.stats or args.out.with_name("stats.safetensors")
-    if args.save_model:
-        check_save_folder(args.save_model)
+    cli.check_outputs(args, out=".json", stats=".safetensors")
     session = Session(args)
+    if args.save_model:
+        session.tokenizer  # a model folder needs one: fail before any work
     if session.source.is_patched:
         raise UserError(f"--model {args.model}: already carries patches; prune the model that it was made from")
     selection, recipe, calibration, metric = choose(args, session)
@@ -95,7 +96,11 @@ def main():
     lists = layer_lists(len(per_layer), selection.removed)
     parameters = parameter_accounting(total, per_layer, selection.removed, session.source.shape[1])
 
-    if not reusable(args.out, "selection", recipe, args.force):
+    if reusable(args.out, "selection", recipe, args.force):
+        if read_json(args.out, "selection")["removed"] != lists["removed"]:
+            raise UserError(f"{args.out}: its removed layers were edited and do not follow from its recipe; "
+                            "use --layers for a list of your own, or --force")
+    else:
         write_json(args.out, "selection", {
             "model": session.source.identity(), "metric": metric, "n_prune": len(selection.removed), **lists,
             "order": list(selection.order), "scores": list(selection.scores), "parameters": parameters,

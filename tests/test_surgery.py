@@ -240,7 +240,8 @@ def test_a_failed_save_leaves_the_old_folder(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_folder_of_somebody_else_is_not_overwritten(tmp_path):
+def test_a_folder_of_somebody_else_is_not_overwritten(script, folders, tmp_path):
     save(tiny(), tmp_path / "theirs")
-    with pytest.raises(UserError, match="not written by this project"):
-        save_folder(Decoder(tiny()), tok_nobos(), Variant("pruned", (2,)), tmp_path / "theirs", {})
+    code, _, err = script("prune", "--model", folders("llama"), "--layers", "2", "--out", tmp_path / "s.json",
+                          "--save-model", tmp_path / "theirs")
+    assert code == 2 and "not written by this project" in err and not (tmp_path / "s.json").exists()

@@ -52,7 +52,15 @@ class Stats:
         missing = {f.name for f in fields(cls)} - set(tensors)
         if missing:
             raise UserError(f"{path}: lacks {', '.join(sorted(missing))}")
-        return cls(**{f.name: tensors[f.name] for f in fields(cls)}), header
+        stats = cls(**{f.name: tensors[f.name] for f in fields(cls)})
+        samples, states, channels = stats.l1_raw.shape if stats.l1_raw.ndim == 3 else (0, 0, 0)
+        square, vectors = (samples, states, states), (samples, states, channels)
+        shapes = dict(l1_raw=vectors, l1_rotated=vectors, cosine=square, cosine_sequence=square, angle_last=square,
+                      angle_all=square, tokens=(samples,))
+        for name, shape in shapes.items():
+            if tuple(getattr(stats, name).shape) != shape or not samples:
+                raise UserError(f"{path}: {name} has shape {list(getattr(stats, name).shape)}, expected {list(shape)}")
+        return stats, header
 
 
 @torch.no_grad()
@@ -62,23 +70,22 @@ def collect(decoder, input_ids, rotation, batch_size=1, attention_mask=None, pro
     Extra memory: the states of one batch, (L+1) B T C, and 2 (L+1) C floats a sample.
     """
     parts, layers = [], decoder.num_layers
-    bar = tqdm(total=len(input_ids), desc="collect", unit="window", disable=not progress)
     buffer = None
-    for ids, mask in _batches(input_ids, attention_mask, batch_size):
-        batch = decoder.inputs(ids, mask)
-        hidden = batch.hidden
-        shape = (layers + 1, *hidden.shape)
-        if buffer is None or buffer.shape != shape:
-            buffer = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
-        buffer[0] = hidden
-        for index in range(layers):
-            hidden = decoder.layer(batch, index, hidden)
-            buffer[index + 1] = hidden
-        for sample in range(len(ids)):
-            states = buffer[:, sample] if mask is None else buffer[:, sample, mask[sample].bool().to(buffer.device)]
-            parts.append(_sample_stats(states, rotation))
-        bar.update(len(ids))
-    bar.close()
+    with tqdm(total=len(input_ids), desc="collect", unit="window", disable=not progress) as bar:
+        for ids, mask in _batches(input_ids, attention_mask, batch_size):
+            batch = decoder.inputs(ids, mask)
+            hidden = batch.hidden
+            shape = (layers + 1, *hidden.shape)
+            if buffer is None or buffer.shape != shape:
+                buffer = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
+            buffer[0] = hidden
+            for index in range(layers):
+                hidden = decoder.layer(batch, index, hidden)
+                buffer[index + 1] = hidden
+            for sample in range(len(ids)):
+                states = buffer[:, sample] if mask is None else buffer[:, sample, mask[sample].bool().to(buffer.device)]
+                parts.append(_sample_stats(states, rotation))
+            bar.update(len(ids))
     stats = Stats(**{f.name: torch.stack([part[f.name] for part in parts]) for f in fields(Stats)})
     for f in fields(Stats):
         if not torch.isfinite(getattr(stats, f.name)).all():

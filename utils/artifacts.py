@@ -23,6 +23,12 @@ from safetensors.torch import save_file
 
 from utils.errors import UserError, WorkError
 
+REQUIRED = {  # fields that readers rely on, with their types
+    "selection": {"model": dict, "removed": list}, "patch": {"model": dict, "removed": list, "scaling": str},
+    "ppl": {"model": dict, "results": list}, "qa": {"model": dict, "results": list},
+    "mmlu": {"model": dict, "results": list}, "checkpoint": {"recipe": dict, "step": int, "log": list},
+    "teacher": {"recipe": dict, "sha256": str}, "stats": {"recipe": dict},
+}
 VERSIONS = {"selection": 1, "stats": 1, "patch": 1, "ppl": 1, "qa": 1, "mmlu": 1,
             "checkpoint": 1, "teacher": 1}
 HEADER = "linearpatch"  # key of the JSON inside a safetensors header
@@ -41,8 +47,10 @@ def atomic_path(path):
             os.fsync(written.fileno())
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)
         raise
 
 
@@ -65,7 +73,7 @@ def read_json(path, kind):
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except (UnicodeDecodeError, json.JSONDecodeError):
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise UserError(f"{path}: not a JSON file; expected a {kind} written by this project") from None
     _check_format(content, path, kind)
     return content
@@ -78,7 +86,10 @@ def write_tensors(path, kind, tensors, content):
             raise WorkError(f"{path}: {name} has non-finite entries; nothing was written")
     header = _dump({"format": _format(kind), **content}, path)
     with atomic_path(path) as temporary:
-        save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, temporary, {HEADER: header})
+        try:
+            save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, temporary, {HEADER: header})
+        except SafetensorError as error:
+            raise WorkError(f"{path}: cannot be written ({error})") from None
 
 
 def read_header(path, kind):
@@ -102,7 +113,10 @@ def _open_tensors(path, kind, names_only):
         raise UserError(f"{path}: not a readable safetensors file ({str(error).splitlines()[0]})") from None
     if HEADER not in metadata:
         raise UserError(f"{path}: a safetensors file, but not a {kind} written by this project")
-    content = json.loads(metadata[HEADER])
+    try:
+        content = json.loads(metadata[HEADER])
+    except (json.JSONDecodeError, RecursionError):
+        raise UserError(f"{path}: its header is damaged") from None
     _check_format(content, path, kind)
     return content, tensors
 
@@ -114,6 +128,11 @@ def _format(kind):
 def _check_format(content, path, kind):
     found = content.get("format") if isinstance(content, dict) else None
     if found == _format(kind):
+        for field, wanted in REQUIRED.get(kind, {}).items():
+            if not isinstance(content.get(field), wanted):
+                raise UserError(f"{path}: field '{field}' is missing or no {wanted.__name__}")
+        if not all(isinstance(row, dict) for row in content.get("results", ())):
+            raise UserError(f"{path}: field 'results' is no list of rows")
         return
     if isinstance(found, str) and found.startswith(f"linearpatch/{kind}@"):
         raise UserError(f"{path}: format {found} is unknown here; this version reads {_format(kind)}")

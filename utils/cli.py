@@ -50,7 +50,7 @@ def add_calibration_flags(p):
     group.add_argument("--calib-sampling", choices=["random", "first"], default="random",
                        help="random: seeded starts in the first 90 %% of the split; first: consecutive from its start")
     group.add_argument("--seq-len", type=positive, default=2048, help="tokens a window")
-    group.add_argument("--seed", type=int, default=0, help="of every random draw")
+    group.add_argument("--seed", type=seed, default=0, help="of every random draw")
     group.add_argument("--batch-size", type=positive, default=1, help="windows a forward pass")
 
 
@@ -77,6 +77,55 @@ def positive(text):
     return value
 
 
+def non_negative(text):
+    """argparse type: an integer of at least 0."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {value}")
+    return value
+
+
+def seed(text):
+    """argparse type: an integer that every generator takes."""
+    value = int(text)
+    if not 0 <= value < 2**32:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 2**32 - 1, got {value}")
+    return value
+
+
+def check_outputs(args, **suffixes):
+    """Refuse before any work what would lose a file: outputs of another kind, or that overwrite one another.
+
+    suffixes: flag=ending for each output file. --save-model must be absent, empty or written by this project, and
+    hold neither the model that is read nor any other output. Raises UserError.
+    """
+    paths = {}
+    for flag, suffix in suffixes.items():
+        path = getattr(args, flag)
+        if path is None:
+            continue
+        name = f"--{flag.replace('_', '-')} {path}"
+        if suffix and path.suffix != suffix:
+            raise UserError(f"{name}: the file's name must end in {suffix}")
+        if path.is_dir():
+            raise UserError(f"{name}: is a folder")
+        if path.resolve() in paths:
+            raise UserError(f"{name}: is also named by {paths[path.resolve()]}")
+        paths[path.resolve()] = f"--{flag.replace('_', '-')}"
+    folder = getattr(args, "save_model", None)
+    if folder is None:
+        return
+    if folder.is_symlink() or folder.is_file():
+        raise UserError(f"--save-model {folder}: is a {'link' if folder.is_symlink() else 'file'}; name a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "linearpatch.json").is_file():
+        raise UserError(f"--save-model {folder}: is not empty and was not written by this project; choose another")
+    inside = [str(path) for path in paths if folder.resolve() in path.parents]
+    if Path(args.model).exists() and folder.resolve() in (Path(args.model).resolve(), *Path(args.model).resolve().parents):
+        inside.append(args.model)
+    if inside:
+        raise UserError(f"--save-model {folder}: would replace {inside[0]}; choose another folder")
+
+
 def parse_layers(text):
     """'23-29', '3,5,7-9' or '[3, 5]' -> sorted list of distinct 0-based layer indices. Raises UserError."""
     if not re.fullmatch(r"\s*\[?[\d\s,\-]+\]?\s*", text):
@@ -86,6 +135,8 @@ def parse_layers(text):
         ends = part.strip().split("-")
         if not all(end.strip().isdigit() for end in ends) or len(ends) > 2 or int(ends[0]) > int(ends[-1]):
             raise UserError(f"--layers {text}: cannot read '{part.strip()}'; expected a number or FIRST-LAST")
+        if int(ends[-1]) > 9999:
+            raise UserError(f"--layers {text}: no model has a layer {ends[-1].strip()}")
         layers += range(int(ends[0]), int(ends[-1]) + 1)
     if len(set(layers)) != len(layers):
         raise UserError(f"--layers {text}: a layer is named twice")
@@ -109,7 +160,8 @@ def seed_everything(seed):
 def run(main):
     """Call `main()` and leave the process with its exit code; failures are one or two lines, not tracebacks."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    sys.stdout.reconfigure(line_buffering=True)
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(line_buffering=True)
     try:
         main()
     except UserError as error:

@@ -76,9 +76,12 @@ def remembered_sha256(path):
     target = path.resolve()
     stat = target.stat()
     key = hashlib.sha256(f"{target}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}".encode()).hexdigest()
-    memo = cache_dir() / "hashes" / key
-    if memo.is_file() and len(remembered := memo.read_text()) == 64:
-        return remembered
+    try:
+        memo = cache_dir() / "hashes" / key
+        if memo.is_file() and len(remembered := memo.read_text()) == 64:
+            return remembered
+    except (UserError, OSError):
+        return sha256_file(target)
     value = sha256_file(target)
     try:
         with atomic_path(memo) as temporary:

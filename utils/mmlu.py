@@ -11,6 +11,7 @@ from pathlib import Path
 from utils.errors import UserError
 from utils.scoring import Request
 from utils.texts import hub_file
+from utils.tokens import tokenise
 
 LETTERS = "ABCD"
 SHOTS = 5
@@ -76,24 +77,44 @@ def _local_tables(folder, subjects):
 
 
 def _csv_questions(path):
-    with open(path, newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.reader(file) if row]
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            rows = [row for row in csv.reader(file) if row]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path}: not a csv file in UTF-8 ({error})") from None
     for number, row in enumerate(rows, 1):
-        if len(row) != 6 or row[5].strip() not in LETTERS:
+        if len(row) != 6 or row[5].strip() not in tuple(LETTERS):
             raise UserError(f"{path}, record {number}: expected question, A, B, C, D, letter")
     return [Question(row[0], tuple(row[1:5]), LETTERS.index(row[5].strip())) for row in rows]
 
 
 def _jsonl_rows(path):
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
-        return [json.loads(line) for line in file if line.strip()]
+    rows = []
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig", newline="\n") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    rows.append(_checked(json.loads(line), f"{path}, line {number}"))
+    except (OSError, EOFError, ValueError) as error:
+        raise UserError(f"{path}: line {len(rows) + 1} or later is not readable ({str(error)[:80]})") from None
+    return rows
+
+
+def _checked(row, place):
+    """A row of the joined form, with its four options and an answer from 0 to 3."""
+    fits = isinstance(row, dict) and isinstance(row.get("question"), str) and isinstance(row.get("subject"), str) and (
+        isinstance(row.get("choices"), list) and len(row["choices"]) == 4 and all(isinstance(c, str) for c in row["choices"])
+        and type(row.get("answer")) is int and 0 <= row["answer"] <= 3)
+    if not fits:
+        raise UserError(f"{place}: expected subject, question, four choices and an answer from 0 to 3")
+    return row
 
 
 def _hub_rows(split):
     import pyarrow.parquet
     path = hub_file("MMLU", "cais/mmlu", "main", f"all/{split}-00000-of-00001.parquet",
                     f"mmlu/data/{split}/<subject>_{split}.csv or mmlu/{split}.jsonl.gz")
-    return pyarrow.parquet.read_table(path).to_pylist()
+    return [_checked(row, str(path)) for row in pyarrow.parquet.read_table(path).to_pylist()]
 
 
 def _by_subject(rows):
@@ -127,7 +148,7 @@ def answer_tokens(tokenizer, convention):
     """Token ids of the four answers. 'bare': last id of tokenizer("A"), as in the authors' code; 'spaced': the id that
     follows "Answer:" in "Answer: A", as in the examples. Raises UserError unless they are four distinct tokens."""
     if convention == "bare":
-        ids = [tokenizer(letter).input_ids[-1] for letter in LETTERS]
+        ids = [tokenise(letter, tokenizer)[-1] for letter in LETTERS]
     else:
         head = tokenizer("Answer:", add_special_tokens=False).input_ids
         ids = []
@@ -151,7 +172,7 @@ def encode(subject, examples, questions, tokenizer, answers, max_tokens=PROMPT_T
     by_shots, requests = {}, {}
     for index, question in enumerate(questions):
         for shots in range(min(SHOTS, len(examples)), -1, -1):
-            ids = tokenizer(prompt(subject, examples[:shots], question)).input_ids
+            ids = tokenise(prompt(subject, examples[:shots], question), tokenizer)
             if len(ids) <= max_tokens:
                 break
         else:

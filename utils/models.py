@@ -63,10 +63,17 @@ class ModelSource:
     @property
     def shape(self):
         """(num_layers, hidden_size) as config.json states them."""
+        return (self._field("num_hidden_layers", "n_layer", "n_layers", "num_layers")[1],
+                self._field("hidden_size", "n_embd", "d_model")[1])
+
+    @property
+    def positions(self):
+        """(config field, longest sequence that the model was made for), or (None, None)."""
+        return self._field("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length")
+
+    def _field(self, *names):
         text = self.config.get("text_config", self.config)
-        layers = text.get("num_hidden_layers", text.get("n_layer"))
-        hidden = text.get("hidden_size", text.get("n_embd"))
-        return layers, hidden
+        return next(((name, text[name]) for name in names if isinstance(text.get(name), int)), (None, None))
 
     def identity(self):
         """What artifacts store about their model."""
@@ -111,7 +118,10 @@ def find_model(name, trust_remote_code=False):
         if config.get("model_type") not in transformers.CONFIG_MAPPING:
             raise UserError(f"--model {name}: needs code that comes with the model "
                             f"({config.get('model_type')}); if you trust it, add --trust-remote-code")
-    return ModelSource(label, folder, revision, config, _fingerprint(folder))
+    source = ModelSource(label, folder, revision, config, _fingerprint(folder))
+    if None in source.shape:
+        raise UserError(f"--model {name}: {folder}/config.json states no numbers of layers and hidden channels")
+    return source
 
 
 def _download(hub_id, name):
@@ -148,9 +158,15 @@ def _read_config(folder, name):
         raise UserError(f"--model {name}: {folder} has no config.json, so it is no Hugging Face model folder")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError):
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
         raise UserError(f"{path}: not valid JSON") from None
-    text = config.get("text_config", config)
+    text = config.get("text_config", config) if isinstance(config, dict) else None
+    if not isinstance(text, dict):
+        raise UserError(f"{path}: not a model's config (expected an object with fields)")
+    entries = config.get("linear_patches", [])
+    if not isinstance(entries, list) or not all(
+            isinstance(e, dict) and isinstance(e.get("module"), str) and isinstance(e.get("shape"), list) for e in entries):
+        raise UserError(f"{path}: linear_patches is no list of entries with module and shape")
     depth = text.get("num_hidden_layers")
     for field in PER_LAYER_LISTS:
         entries = text.get(field)
@@ -179,11 +195,24 @@ def _file_sha256(file):
 
 def load_tokenizer(source, trust_remote_code=False):
     """The tokenizer of a model. Raises UserError when the folder has none."""
-    try:
+    with loading(source.label, "tokenizer"):
         return AutoTokenizer.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--model {source.label}: its tokenizer cannot be loaded "
-                        f"({str(error).strip().splitlines()[0]})") from None
+
+
+@contextmanager
+def loading(label, what):
+    """Within the block a damaged or foreign model folder becomes a UserError; the library raises errors of many kinds."""
+    verbosity = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        yield
+    except (UserError, WorkError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise UserError(f"--model {label}: its {what} cannot be loaded ({type(error).__name__}: {reason[:200]})") from None
+    finally:
+        transformers.utils.logging.set_verbosity(verbosity)
 
 
 def pick_device(device):
@@ -219,17 +248,12 @@ def load_decoder(source, dtype="auto", device="auto", device_map=None, trust_rem
     options = {"dtype": dtype, "output_loading_info": True}
     if device_map is not None:
         options["device_map"] = device_map
-    try:
+    with loading(source.label, "weights"):
         if source.is_patched:
             model, info = _load_patched(source, options)
         else:
             model, info = AutoModelForCausalLM.from_pretrained(
                 source.folder, trust_remote_code=trust_remote_code, **options)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise UserError(f"--model {source.label}: cannot be loaded "
-                        f"({type(error).__name__}: {str(error).strip().splitlines()[0]})") from None
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         keys = sorted(map(str, info.get(problem) or ()))
         if keys:
@@ -330,6 +354,10 @@ class Decoder:
 
         Costs the embedding and the masks only. Further keyword arguments go to the model (position_ids, ...).
         """
+        rows = self.model.get_input_embeddings().weight.shape[0]
+        if input_ids.numel() and int(input_ids.max()) >= rows:
+            raise UserError(f"{self.label}: the tokenizer gives token id {int(input_ids.max())}, the model has {rows} "
+                            "embeddings; the tokenizer belongs to another model")
         captured = {}
         calls = [None] * self.num_layers
 

@@ -88,11 +88,16 @@ def read_patch(path, source, name=None, decoder=None):
     source.check_artifact(header.get("model", {}), path)
     num_layers, hidden_size = source.shape
     removed = checked_layers(header, num_layers, path)
+    if header["scaling"].removesuffix("+ft") not in (*SCALINGS, "ffn", "layer"):
+        raise UserError(f"{path}: scaling {header['scaling']} is unknown here")
+    if header.get("hadamard_order", "released") not in ("released", "paper"):
+        raise UserError(f"{path}: hadamard_order {header['hadamard_order']} is unknown here")
     patches = {}
     for index, (start, end) in enumerate(runs_of(removed)):
         own = {key.removeprefix(f"run{index}."): value for key, value in tensors.items() if key.startswith(f"run{index}.")}
-        for field in ("d", "weight"):
-            if field in own and set(own[field].shape) != {hidden_size}:
+        legal = {"d": [(hidden_size,)], "weight": [(hidden_size,), (hidden_size, hidden_size)]}
+        for field, shapes in legal.items():
+            if field in own and tuple(own[field].shape) not in shapes:
                 raise UserError(f"{path}: run{index}.{field} has shape {list(own[field].shape)}, "
                                 f"the model's hidden size is {hidden_size}")
         if "ffn.gate" in own:

@@ -17,18 +17,17 @@ def window_losses(decoder, variants, input_ids, batch_size=1, label="ppl", progr
     input_ids: int64 [N, T]; every window scores its T-1 next tokens, or the last `scored` of them.
     """
     losses = torch.zeros(len(variants), len(input_ids), dtype=torch.float64)
-    bar = tqdm(total=len(input_ids), desc=label, unit="window", disable=not progress)
     done, first = 0, input_ids.shape[1] - 1 - (scored or input_ids.shape[1] - 1)
-    for ids in input_ids.split(batch_size):
-        batch = decoder.inputs(ids)
+    with tqdm(total=len(input_ids), desc=label, unit="window", disable=not progress) as bar:
+        for ids in input_ids.split(batch_size):
 
-        def leaf(index, hidden):
-            losses[index, done:done + len(ids)] = decoder.token_nll(hidden[:, first:], ids[:, 1 + first:]).double().mean(1).cpu()
+            def leaf(index, hidden):
+                losses[index, done:done + len(ids)] = decoder.token_nll(
+                    hidden[:, first:], ids[:, 1 + first:]).double().mean(1).cpu()
 
-        run_variants(decoder, batch, variants, leaf)
-        done += len(ids)
-        bar.update(len(ids))
-    bar.close()
+            run_variants(decoder, decoder.inputs(ids), variants, leaf)
+            done += len(ids)
+            bar.update(len(ids))
     for variant, row in zip(variants, losses):
         if not torch.isfinite(row).all():
             window = int((~torch.isfinite(row)).nonzero()[0])
@@ -44,9 +43,9 @@ def summarise(losses, reference=None):
     `reference` (losses of another variant on the same windows) also the paired ratio ppl / reference ppl.
     """
     mean, stderr = mean_stderr(losses)
-    result = {"ppl": math.exp(mean), "nll_mean": mean, "nll_stderr": stderr, "ppl_ci95": _interval(losses)}
+    result = {"ppl": _exp(mean), "nll_mean": mean, "nll_stderr": stderr, "ppl_ci95": _interval(losses)}
     if reference is not None:
-        result["ratio_to_reference"] = math.exp(mean - reference.mean().item())
+        result["ratio_to_reference"] = _exp(mean - reference.mean().item())
         result["ratio_ci95"] = _interval(losses - reference)
     return result
 
@@ -63,4 +62,11 @@ def _interval(values):
     if stderr is None:
         return None
     half = float(stdtrit(len(values) - 1, 0.975)) * stderr
-    return [math.exp(mean - half), math.exp(mean + half)]
+    return [_exp(mean - half), _exp(mean + half)]
+
+
+def _exp(value):
+    try:
+        return math.exp(value)
+    except OverflowError:
+        raise WorkError(f"the perplexity exp({value:.0f}) exceeds all floating-point numbers; the model is broken") from None

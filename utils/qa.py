@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+import datasets
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.task import ConfigurableTask
@@ -59,6 +60,12 @@ class QaTask:
             for context, continuation in item:
                 digest.update(f"{len(context)}:{context}{len(continuation)}:{continuation}".encode())
         return digest.hexdigest()
+
+    @property
+    def content_sha1(self):
+        """Hex sha1 over the prompts, the items' numbers and their answers: what results depend on."""
+        answers = [str(self.task.doc_to_target(self.task.eval_docs[item])) for item in self.items]
+        return hashlib.sha1(json.dumps([self.prompt_sha1, self.items, answers]).encode()).hexdigest()
 
 
 class HarnessModel(TemplateLM):
@@ -128,16 +135,21 @@ def load_tasks(names, model, data_dir=None, limit=None, seed=0):
     of the network. limit: a random subset of so many items, drawn by random.Random(seed), the same for every variant.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
     wanted = [each for name in names for each in (PAPER_TASKS if name == "all" else [name])]
     configs = {name: _config(name, data_dir) for name in dict.fromkeys(wanted)}
-    found = []
+    found, seen = [], {}
     for name, config in configs.items():
         try:
             tasks = _build(name, config)
         except (OSError, ValueError, ConnectionError, RuntimeError) as error:
             raise UserError(f"--tasks {name}: its data set cannot be had ({str(error).splitlines()[0][:120]});\n"
                             'give --data-dir (see README, section "Data")') from None
-        found += [_prepare(task_name, task, model, config, limit, seed) for task_name, task in tasks.items()]
+        for task_name, task in tasks.items():
+            if task_name in seen:
+                raise UserError(f"--tasks: {seen[task_name]} and {name} are both called {task_name}; rename one")
+            seen[task_name] = name
+            found.append(_prepare(task_name, task, model, config, limit, seed))
     return found
 
 
@@ -183,23 +195,31 @@ def _file_task(path):
         raise UserError(f"--tasks {path}: not a jsonl task file")
     if not path.is_file():
         raise UserError(f"--tasks {path}: no such file")
+    if set(path.name) & set("*?["):
+        raise UserError(f"--tasks {path}: rename the file; its name reads as a pattern")
     count = 0
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-            fits = isinstance(row["context"], str) and all(isinstance(c, str) for c in row["choices"]) and (
-                0 <= row["gold"] < len(row["choices"]))
-        except (ValueError, KeyError, TypeError):
+            fits = isinstance(row["context"], str) and isinstance(row["choices"], list) and len(row["choices"]) > 1 and (
+                all(isinstance(c, str) and c.strip() for c in row["choices"])) and (
+                type(row["gold"]) is int and 0 <= row["gold"] < len(row["choices"]))
+        except (ValueError, KeyError, TypeError, RecursionError):
             fits = False
         if not fits:
-            raise UserError(f'{path}, line {number}: expected {{"context": text, "choices": [texts], "gold": index}}')
+            raise UserError(f'{path}, line {number}: expected {{"context": text, "choices": [two or more texts], '
+                            '"gold": index}}')
         count += 1
     if not count:
         raise UserError(f"{path}: holds no items")
     metrics = [{"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in ("acc", "acc_norm")]
-    return {"task": path.stem, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(path)}},
+    return {"task": path.name, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(path)}},
             "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "context", "doc_to_choice": "choices",
             "doc_to_target": "gold", "metric_list": metrics, "metadata": {"version": 1.0}}
 
@@ -214,6 +234,10 @@ def _prepare(name, task, model, config, limit, seed):
         by_item.setdefault(instance.doc_id, []).append(instance)
     encoded = iter(model.encode([instance for group in by_item.values() for instance in group]))
     groups = [[next(encoded) for _ in group] for group in by_item.values()]
+    for item, group in zip(by_item, groups):
+        for request in group:
+            if not request.context or not request.continuation:
+                raise UserError(f"--tasks {name}: item {item} has a context or a choice that encodes to no tokens")
     texts = [[instance.args for instance in group] for group in by_item.values()]
     source = next(iter(config["dataset_kwargs"]["data_files"].values())) if isinstance(config, dict) else "hub"
     return QaTask(name, task, items, groups, texts, Path(source).name)

@@ -242,8 +242,12 @@ def _inputs_behind(decoder, tokens, length):
 
 
 def _with_cache(inputs, states):
-    for kwargs in inputs.kwargs:
-        kwargs["cache" if "cache" in kwargs else "past_key_values"] = states
+    for layer, kwargs in enumerate(inputs.kwargs):
+        name = next((n for n in ("cache", "past_key_values", "past_key_value", "layer_past") if n in kwargs), None)
+        if name is None:
+            raise UserError(f"layer {layer} takes no cache of keys and values, so examples cannot be shared; "
+                            "this architecture is not supported here")
+        kwargs[name] = states
     return inputs
 
 
@@ -277,7 +281,11 @@ def _masked_inputs(decoder, tokens, positions, seen, distance):
     """LayerInputs of tokens [B, T] at `positions`; seen bool [B, T, S] and distance [B, T, S] to the S entries."""
     device, dtype = decoder.device, decoder.dtype
     masks = {None: _additive(seen, dtype, device)}
-    inputs = decoder.inputs(tokens, masks[None], position_ids=positions.to(device))
+    try:
+        inputs = decoder.inputs(tokens, masks[None], position_ids=positions.to(device))
+    except (ValueError, TypeError, IndexError, RuntimeError) as error:
+        raise UserError(f"{type(decoder.model).__name__}: takes no attention mask of one's own "
+                        f"({str(error).splitlines()[0][:100]}); this architecture is not supported here") from None
     for layer, kwargs in enumerate(inputs.kwargs):
         window = attention_window(decoder.config, layer)
         window = window if window is not None and window <= int(positions.max()) else None

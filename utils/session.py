@@ -15,7 +15,8 @@ from utils.cli import seed_everything
 from utils.corpora import calibration_windows
 from utils.errors import UserError
 from utils.hadamard import rotation
-from utils.models import EMBEDDED, find_layers, find_model, load_decoder, load_tokenizer, pick_device, pick_dtype
+from utils.models import (EMBEDDED, find_layers, find_model, load_decoder, load_tokenizer, loading, pick_device,
+                          pick_dtype)
 from utils.patch import checked_layers, read_patch
 from utils.variants import Variant
 
@@ -43,9 +44,10 @@ class Session:
     @cached_property
     def parameters(self):
         """(all, [of each layer]) numbers of parameters, from the config alone; a tied head counts once."""
-        config = AutoConfig.from_pretrained(self.source.folder, trust_remote_code=self.args.trust_remote_code)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=self.args.trust_remote_code)
+        with loading(self.source.label, "model"):
+            config = AutoConfig.from_pretrained(self.source.folder, trust_remote_code=self.args.trust_remote_code)
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, trust_remote_code=self.args.trust_remote_code)
         model.tie_weights()
         _, layers, _ = find_layers(model)
         return (sum(p.numel() for p in model.parameters()),
@@ -62,11 +64,9 @@ class Session:
 
     def check_seq_len(self, seq_len):
         """Raise UserError when windows are longer than the model's positions."""
-        text = self.source.config.get("text_config", self.source.config)
-        longest = text.get("max_position_embeddings")
+        name, longest = self.source.positions
         if longest is not None and seq_len > longest:
-            raise UserError(f"--seq-len {seq_len}: {self.source.label} has max_position_embeddings {longest}; "
-                            f"give at most {longest}")
+            raise UserError(f"--seq-len {seq_len}: {self.source.label} has {name} {longest}; give at most {longest}")
 
     def calibration(self, part="train", samples=None):
         """Windows of the calibration flags; part 'validation' takes them from the last 10 % of the split."""
@@ -76,10 +76,13 @@ class Session:
         return calibration_windows(corpus, self.tokenizer, samples or args.calib_samples, args.seq_len, seed=args.seed,
                                    sampling=args.calib_sampling, data_dir=args.data_dir, part=part)
 
-    def stats(self, path):
-        """(Stats, their recipe, calibration info): read from `path` when its recipe is the same, else collected."""
+    def stats(self, path, order="released"):
+        """(Stats, their recipe, calibration info): read from `path` when its recipe is the same, else collected.
+
+        order: of the Kronecker factors of the rotation that l1_rotated is measured in.
+        """
         windows = self.calibration()
-        turn = rotation(self.source.shape[1])
+        turn = rotation(self.source.shape[1], order=order)
         recipe = {"model": self.source.identity(), "token_ids_sha256": windows.info["token_ids_sha256"],
                   "samples": len(windows.ids), "seq_len": windows.ids.shape[1], "dtype": self.dtype_name,
                   "rotation": turn.info()}
@@ -113,8 +116,10 @@ class Session:
             given.insert(0, ("patch", "dense"))
         for kind, text in given:
             name, separator, path = text.partition("=")
-            if text == "dense" or not separator:
-                name, path = (text if text == "dense" else _variant_name(text)), text
+            if not separator or Path(text).exists():
+                name, path = ("dense" if text == "dense" else _variant_name(text)), text
+            if name == "dense" and text != "dense":
+                raise UserError(f"{text}: dense is the name of the model itself; choose another")
             if text == "dense":
                 variant = Variant("dense")
             elif kind == "patch":
@@ -138,5 +143,7 @@ def _variant_name(path):
 
 def default_folder(model):
     """runs/<model>: where a script writes when --out is not given."""
-    name = Path(model).stem if Path(model).exists() else model.replace("/", "--")
-    return Path("runs") / name
+    path = Path(model)
+    if path.is_dir():
+        return Path("runs") / path.resolve().name
+    return Path("runs") / (path.stem if path.suffix == ".gguf" else model.replace("/", "--"))

@@ -130,10 +130,9 @@ def save_folder(decoder, tokenizer, variant, folder, about):
 
     config, safetensors, tokenizer, generation config, and linearpatch.json with `about`, the layer lists and where
     patches sit. With patches also modeling_linearpatch.py: the folder loads with trust_remote_code=True only.
-    Raises UserError when `folder` exists and is not an empty folder or one that this function wrote.
+    What lies at `folder` is replaced: cli.check_outputs says what may be. Raises UserError on what cannot be saved.
     """
     folder = Path(folder)
-    check_save_folder(folder)
     if not all(isinstance(patch, modeling_linearpatch.LinearPatch) for patch in variant.patches.values()):
         raise UserError("--save-model: replacement networks stay in their patch file; evaluate with it")
     if variant.patches and not _importable(type(decoder.model)):
@@ -157,22 +156,15 @@ def save_folder(decoder, tokenizer, variant, folder, about):
             "patch_position_meaning": "acts on the output of this kept layer, numbered in the saved model; -1: embedding",
             **about}, indent=1) + "\n")
         os.chmod(temporary, 0o755)
+        old = Path(f"{temporary}.old")
         if folder.exists():
-            shutil.rmtree(folder)
+            os.replace(folder, old)
         os.replace(temporary, folder)
+        shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return model
-
-
-def check_save_folder(folder):
-    """Raise UserError unless `folder` may be written: absent, empty, or written by save_folder before."""
-    folder = Path(folder)
-    if folder.is_file():
-        raise UserError(f"--save-model {folder}: is a file")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "linearpatch.json").is_file():
-        raise UserError(f"--save-model {folder}: is not empty and was not written by this project; choose another")
 
 
 def _importable(model_class):
