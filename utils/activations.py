@@ -103,8 +103,8 @@ def _sample_stats(states, rotation):
     """Statistics of one window, states [L+1, T, C]."""
     raw, rotated = [], []
     for state in states:
-        raw.append(torch.linalg.vector_norm(state, 1, dim=0, dtype=torch.float32))
-        rotated.append(torch.linalg.vector_norm(rotation.apply(state), 1, dim=0))
+        raw.append(_column_sums(state.abs()))
+        rotated.append(_column_sums(rotation.apply(state).abs_()))
     cosine = _token_cosines(states)
     angle = torch.arccos(cosine.clamp(-1, 1)) / torch.pi
     result = {
@@ -114,6 +114,11 @@ def _sample_stats(states, rotation):
     }
     result = {name: value.float().cpu() for name, value in result.items()}
     return {**result, "tokens": torch.tensor(states.shape[1])}
+
+
+def _column_sums(values):
+    """[T, C] -> float32 [C], as a product with ones: the fastest sum over the first axis on a CPU."""
+    return (torch.ones(1, len(values), device=values.device) @ values.float())[0]
 
 
 def _token_cosines(states):
@@ -127,12 +132,12 @@ def _channel_cosines(states):
 
     With every channel of every layer scaled to length 1 over time, the sum of all cosines is one inner product.
     """
-    lengths = torch.stack([torch.linalg.vector_norm(state, 2, dim=0, dtype=torch.float32) for state in states])
-    scale = torch.where(lengths > 0, 1 / lengths.clamp(min=torch.finfo(torch.float32).tiny), 0.0)[:, None]
+    lengths = torch.stack([_column_sums(state.float().square()) for state in states]).sqrt()
+    scale = torch.where(lengths > 0, 1 / lengths.clamp(min=torch.finfo(torch.float32).tiny), 0.0)
     total = 0
-    for part in states.split(TOKEN_CHUNK, dim=1):
-        flat = (part * scale).flatten(1)
-        total = total + (flat @ flat.T).double()
+    for part in states.transpose(0, 1).split(TOKEN_CHUNK):  # [t, L+1, C]
+        scaled = part * scale
+        total = total + torch.bmm(scaled, scaled.transpose(1, 2)).double().sum(0)
     return total / states.shape[-1]
 
 
