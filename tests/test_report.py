@@ -29,6 +29,9 @@ def run_folder(script, folders, tmp_path, text):
                   "--sigma-windows", 2, name=f"patch_{scaling}.safetensors")
     ppl(script, folder, tmp_path, text, "--selection", f"vanilla={n2}/selection.json", "--patch",
         f"d={n2}/patch_diagonal.safetensors", f"P={n2}/patch_hadamard.safetensors")
+    code, _, err = script("distill", "--model", folder, "--patch", n2 / "patch_hadamard.safetensors", "--train-data", text,
+                          "--train-samples", 2, "--val-samples", 1, "--seq-len", 32, "--out", n2 / "ft.safetensors")
+    assert code == 0, err
     return tmp_path
 
 

@@ -182,7 +182,7 @@ def section_protocol(found, results, headers, protocol):
         lines.append(f"Model computed in {protocol['dtype']}; statistics and patches in float32 or better.")
     rotations = {h["rotation"]["construction"] for h in headers if "rotation" in h}
     lines += [f"Rotation: {name}." for name in sorted(rotations)]
-    lines += sorted({f"Estimator of d: {h['estimator']}." for h in headers if h["scaling"] in ROWS})
+    lines += sorted({f"Estimator of d: {h['estimator']}." for h in headers if "estimator" in h})
     return "## Protocol\n\n" + "\n".join(f"- {line}" for line in lines)
 
 
