@@ -30,7 +30,7 @@ targets   table7                 the layers that go: selection.json for every n
           responses              P from a random start; d alone, fine-tuned; calibration on other corpora
           all                    table7 and table5, the default; each run writes runs/<preset>/report.md
 
-SIZE=small runs the same commands on a few short windows, to see that everything works (about 2 minutes).
+SIZE=small runs the same commands on a few short windows, to see that everything works (about 3 minutes).
 LINEARPATCH_DATA=FOLDER takes WikiText-2, C4 and PTB from local files instead of the embedded text or the hub.
 EOF
 }
