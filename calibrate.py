@@ -10,7 +10,7 @@ import torch
 
 from utils import cli
 from utils.activations import token_scaling_spread
-from utils.artifacts import read_header, reusable
+from utils.artifacts import reusable
 from utils.hadamard import rotation
 from utils.patch import (ESTIMATORS, SCALINGS, layer_lists, patch_module, random_matrix, scale_stderr,
                          scale_vector, write_patch)
@@ -121,7 +121,7 @@ def main():
     variant = session.read_patch(args.out)
     report(variant, args.out)
     if args.save_model:
-        header = read_header(args.out, "patch")
+        header = variant.about
         save_folder(session.decoder, session.tokenizer, variant, args.save_model,
                     {"stage": "calibrated", "base_model": header["model"], "scaling": header["scaling"],
                      "calibration": calibration, "seed": args.seed})
