@@ -7,9 +7,10 @@ examples of a subject are encoded once; all its questions run behind their keys 
 from tqdm import tqdm
 
 from utils import cli
-from utils.artifacts import reusable, read_json, write_json
+from utils.artifacts import write_json
 from utils.mmlu import (CATEGORIES, LETTERS, SUBJECTS, answer_tokens, content_sha256, encode, load_subjects,
                         subject_row, summarise)
+from utils.results import EarlierRows, key
 from utils.scoring import BATCH_TOKENS, score_behind_prefix
 from utils.session import Session, default_folder
 
@@ -42,35 +43,50 @@ def main():
     subjects = SUBJECTS if args.subjects == ["all"] else list(dict.fromkeys(args.subjects))
     tables = {subject: (examples, cli.subset(questions, args.limit, args.seed))
               for subject, (examples, questions) in load_subjects(subjects, args.data_dir).items()}
-    recipe = {"model": session.source.identity(), "dtype": session.dtype_name, "answer_tokens": answers,
-              "variants": {variant.name: variant.digest() for variant in variants},
-              "subjects": {subject: content_sha256(table) for subject, table in tables.items()}}
-    if reusable(args.out, "mmlu", recipe, args.force):
-        show(read_json(args.out, "mmlu"))
-        return
+    protocols = {subject: {"model": session.source.fingerprint, "dtype": session.dtype_name, "answer_tokens": answers,
+                           "subject": subject, "questions": content_sha256(table)} for subject, table in tables.items()}
+    earlier = EarlierRows(args.out, "mmlu", args.force, args.add)
+    missing = {subject: [v for v in variants if not earlier.find(v, protocol)] for subject, protocol in protocols.items()}
+    found = sum(len(variants) - len(names) for names in missing.values())
+    if found:
+        print(f"{args.out}: {found} of {len(tables) * len(variants)} rows reused (--force recomputes)")
 
-    results = []
-    longest = session.source.positions[1] or 2048
-    with tqdm(total=sum(len(questions) for _, questions in tables.values()), desc="mmlu", unit="question") as bar:
+    results, longest = earlier.others(variants, protocols.values()), session.source.positions[1] or 2048
+    later = [row for protocol in protocols.values() for row in (earlier.find(v, protocol) for v in variants) if row]
+    with tqdm(total=sum(len(questions) for subject, (_, questions) in tables.items() if missing[subject]), desc="mmlu",
+              unit="question", disable=not any(missing.values())) as bar:
         for subject, (examples, questions) in tables.items():
-            bar.set_description(subject)
-            by_shots, requests = encode(subject, examples, questions, session.tokenizer, answers, min(2048, longest))
-            predictions = [[0] * len(questions) for _ in variants]
-            for group in by_shots.values():
-                values = score_behind_prefix(session.decoder, variants, [r for i in group for r in requests[i]],
-                                             args.batch_tokens, label=subject, bar=bar)
-                for guesses, own in zip(predictions, values):
-                    for place, choice in zip(group, own.view(-1, len(LETTERS)).argmax(1).tolist()):
-                        guesses[place] = choice
-            results += [{**subject_row(variant.name, subject, questions, guesses),
-                         "shots": {str(shots): len(group) for shots, group in by_shots.items()}}
-                        for variant, guesses in zip(variants, predictions)]
-    content = {"model": session.source.identity(), "results": results, "summary": summarise(results),
-               "answer_tokens": {"convention": args.answer_tokens, "ids": answers}, "limit": args.limit,
-               "seed": args.seed, "recipe": recipe, "provenance": session.watch.provenance(session.decoder)}
-    write_json(args.out, "mmlu", content)
+            mine = {row["variant"]: row for row in later if row["subject"] == subject}
+            later = [row for row in later if row["subject"] != subject]
+            if missing[subject]:
+                bar.set_description(subject)
+                by_shots, requests = encode(subject, examples, questions, session.tokenizer, answers, min(2048, longest))
+                predictions = predict(session.decoder, missing[subject], by_shots, requests, args.batch_tokens, subject, bar)
+                mine |= {variant.name: {
+                    **subject_row(variant.name, subject, questions, guesses), "limit": args.limit, "seed": args.seed,
+                    "shots": {str(shots): len(group) for shots, group in by_shots.items()},
+                    "key": key(variant, protocols[subject])} for variant, guesses in zip(missing[subject], predictions)}
+            results += [mine[variant.name] for variant in variants]
+            if missing[subject] or subject == list(tables)[-1]:
+                content = {"model": session.source.identity(), "results": results + later,
+                           "summary": summarise(results + later), "dtype": session.dtype_name,
+                           "answer_tokens": {"convention": args.answer_tokens, "ids": answers},
+                           "provenance": session.watch.provenance(session.decoder if any(missing.values()) else None)}
+                write_json(args.out, "mmlu", content)
     show(content)
     print(f"wrote {args.out}")
+
+
+def predict(decoder, variants, by_shots, requests, batch_tokens, subject, bar):
+    """[variants][questions] indices of the likeliest of the four answer tokens."""
+    predictions = [[0] * len(requests) for _ in variants]
+    for group in by_shots.values():
+        values = score_behind_prefix(decoder, variants, [r for i in group for r in requests[i]], batch_tokens,
+                                     label=subject, bar=bar)
+        for guesses, own in zip(predictions, values):
+            for place, choice in zip(group, own.view(-1, len(LETTERS)).argmax(1).tolist()):
+                guesses[place] = choice
+    return predictions
 
 
 def show(content):

@@ -1,16 +1,17 @@
 """Perplexity of dense, pruned and patched variants of a model (paper, section 4.1, tables 3, 5 and 15): ppl.json.
 
 Non-overlapping windows of the tokenised stream, exp of the mean loss of their next tokens. All variants of one call
-share one load and the layers that they have in common. ppl.json holds the rows of one call; those that an earlier
-ppl.json already has are taken from it, so an interrupted call goes on where it stopped.
+share one load and the layers that they have in common. Rows that an earlier ppl.json
+already has are taken from it, so an interrupted call goes on where it stopped.
 """
 
 import torch
 
 from utils import cli
-from utils.artifacts import read_json, write_json
+from utils.artifacts import write_json
 from utils.corpora import describe, evaluation_windows
 from utils.perplexity import summarise, window_losses
+from utils.results import EarlierRows, key
 from utils.session import Session, default_folder
 
 
@@ -45,46 +46,47 @@ def main():
     variants = session.variants()
     datasets = list(dict.fromkeys(args.datasets or [])) or (["wiki", "news"] if session.embedded_text else ["wikitext2", "c4", "ptb"])
 
-    earlier = {}
-    if args.out.exists() and not args.force:
-        earlier = {row.get("key"): row for row in read_json(args.out, "ppl")["results"] if "window_nll" in row}
+    earlier = EarlierRows(args.out, "ppl", args.force, args.add)
     corpora = [evaluation_windows(name, session.tokenizer, args.seq_len, bos=args.bos, limit=args.limit_windows,
                                   data_dir=args.data_dir, unk=args.ptb_unk, stride=args.stride) for name in datasets]
-    keys_of = [[f"{session.source.fingerprint[:16]}:{variant.digest()[:16]}:{windows.info['token_ids_sha256'][:16]}:"
-                f"{session.dtype_name}:{args.seq_len}:{args.stride}" for variant in variants] for windows in corpora]
-    results = []
-    for position, (name, windows, keys) in enumerate(zip(datasets, corpora, keys_of)):
+    protocols = [{"model": session.source.fingerprint, "dtype": session.dtype_name, "dataset": name,
+                  "token_ids": windows.info["token_ids_sha256"], "seq_len": args.seq_len, "stride": args.stride}
+                 for name, windows in zip(datasets, corpora)]
+    results, computed = earlier.others(variants, protocols), False
+    for position, (name, windows, protocol) in enumerate(zip(datasets, corpora, protocols)):
         print(f"{name}: {describe(windows.info)}; {session.dtype_name}")
-        missing = [i for i, key in enumerate(keys) if key not in earlier]
-        if len(missing) < len(variants):
-            print(f"{name}: {len(variants) - len(missing)} of {len(variants)} rows reused (--force recomputes)")
+        found = [earlier.find(variant, protocol) for variant in variants]
+        losses = {v.name: row["window_nll"] for v, row in zip(variants, found) if row}
+        missing = [variant for variant, row in zip(variants, found) if not row]
+        if losses:
+            print(f"{name}: {len(losses)} of {len(variants)} rows reused (--force recomputes)")
         if missing:
-            losses = window_losses(session.decoder, [variants[i] for i in missing], windows.ids, args.batch_size, name,
-                                   scored=args.stride)
-            for i, row in zip(missing, losses):
-                earlier[keys[i]] = {"key": keys[i], "window_nll": row.tolist()}
-        results += rows(name, windows.info, variants, keys, earlier)
-        still_wanted = {key for keys in keys_of[position + 1:] for key in keys}
-        later = [earlier[key] for key in still_wanted if "ppl" in earlier.get(key, {})]
+            computed = True
+            new = window_losses(session.decoder, missing, windows.ids, args.batch_size, name, scored=args.stride)
+            losses |= {variant.name: row.tolist() for variant, row in zip(missing, new)}
+        results += rows(name, windows.info, variants, protocol, losses)
+        later = [row for row in (earlier.find(v, p) for p in protocols[position + 1:] for v in variants) if row]
         write_json(args.out, "ppl", {
             "model": session.source.identity(), "results": results + later,
             "protocol": {"seq_len": args.seq_len, "bos": args.bos, "dtype": session.dtype_name},
-            "provenance": session.watch.provenance(session.decoder if missing else None)})
+            "provenance": session.watch.provenance(session.decoder if computed else None)})
         show(name, variants, results)
     print(f"wrote {args.out}")
 
 
-def rows(name, info, variants, keys, losses):
+def rows(name, info, variants, protocol, losses):
     """One result a variant: perplexity, its interval, and the paired ratio to the first variant."""
-    all_losses = [torch.tensor(losses[key]["window_nll"], dtype=torch.float64) for key in keys]
+    losses = {name: torch.tensor(values, dtype=torch.float64) for name, values in losses.items()}
     result = []
-    for variant, key, values in zip(variants, keys, all_losses):
+    for variant in variants:
+        values = losses[variant.name]
         result.append({
-            "variant": variant.name, "dataset": name, "split": info["split"], **summarise(values, all_losses[0]),
-            "reference": variants[0].name, "windows": info["windows"], "seq_len": info["seq_len"],
-            "scored_tokens": info["scored_tokens"], "dropped_tokens": info["dropped_tokens"], "bos": info["bos"],
-            "removed": list(variant.removed), "scaling": variant.about.get("scaling"),
-            "stage": variant.about.get("stage"), "corpus": info, "key": key, "window_nll": values.tolist()})
+            "variant": variant.name, "dataset": name, "split": info["split"],
+            **summarise(values, losses[variants[0].name]), "reference": variants[0].name, "windows": info["windows"],
+            "seq_len": info["seq_len"], "scored_tokens": info["scored_tokens"], "dropped_tokens": info["dropped_tokens"],
+            "bos": info["bos"], "removed": list(variant.removed), "scaling": variant.about.get("scaling"),
+            "stage": variant.about.get("stage"), "corpus": info, "key": key(variant, protocol),
+            "window_nll": values.tolist()})
     return result
 
 

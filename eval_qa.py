@@ -10,9 +10,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 from utils import cli
-from utils.artifacts import atomic_path, read_json, reusable, write_json
+from utils.artifacts import atomic_path, read_json, write_json
 from utils.errors import UserError
 from utils.qa import (HarnessModel, harness_results, item_records, load_tasks, paired_differences, result_row, summary)
+from utils.results import EarlierRows, key
 from utils.scoring import BATCH_TOKENS, make_packs, score
 from utils.session import Session, default_folder
 
@@ -47,38 +48,50 @@ def main():
     model = HarnessModel(session.tokenizer, args.bos)
     tasks = load_tasks(args.tasks, model, args.data_dir, args.limit, args.seed)
     print(f"{model.bos_in_words()}; lm-evaluation-harness {harness_version()}, zero-shot; {session.dtype_name}")
-    recipe = {"model": session.source.identity(), "dtype": session.dtype_name, "bos": model.bos_in_words(),
-              "variants": {variant.name: variant.digest() for variant in variants},
-              "tasks": {qa.name: qa.content_sha1 for qa in tasks}, "limit": args.limit, "seed": args.seed,
-              "dense": {row["task"]: row["value"] for row in dense_rows}}
-    if not args.log_samples and reusable(args.out, "qa", recipe, args.force):
-        show(read_json(args.out, "qa"))
-        return
+    protocols = {qa.name: {"model": session.source.fingerprint, "dtype": session.dtype_name, "harness": harness_version(),
+                           "bos": model.bos_in_words(), "task": qa.name, "items": qa.content_sha1} for qa in tasks}
+    earlier = EarlierRows(args.out, "qa", args.force or args.log_samples, args.add)
+    missing = {qa.name: [v for v in variants if not earlier.find(v, protocols[qa.name])] for qa in tasks}
+    found = sum(len(variants) - len(names) for names in missing.values())
+    if found:
+        print(f"{args.out}: {found} of {len(tasks) * len(variants)} rows reused (--force recomputes)")
+    packs = {qa.name: make_packs(session.decoder, qa.groups) for qa in tasks if missing[qa.name]}
 
-    results, records = [], []
-    packs = {qa.name: make_packs(session.decoder, qa.groups) for qa in tasks}
+    results, records = earlier.others(variants, protocols.values()), []
+    later = [row for qa in tasks for row in (earlier.find(v, protocols[qa.name]) for v in variants) if row]
     with tqdm(total=sum(len(pack.tokens) for pack in sum(packs.values(), [])), desc="qa", unit="token",
-              unit_scale=True) as bar:
+              unit_scale=True, disable=not packs) as bar:
         for qa in tasks:
-            bar.set_description(qa.name)
-            values, greedy = score(session.decoder, variants, packs[qa.name], args.batch_tokens, label=qa.name, bar=bar)
-            for variant, own, first in zip(variants, values, greedy):
-                metrics, samples = harness_results(qa, model, own, first)
-                results.append(result_row(qa, variant, metrics, samples, own))
-                records += item_records(qa, variant, samples, own) if args.log_samples else []
-
-    dense = {row["task"]: row["value"] for row in dense_rows or [r for r in results if r["variant"] == "dense"]}
-    content = {"model": session.source.identity(), "results": results, "summary": summary(results, dense),
-               "paired": paired_differences(results, variants[0].name), "bos": model.bos_in_words(),
-               "harness": f"lm_eval=={harness_version()}", "limit": args.limit, "seed": args.seed, "recipe": recipe,
-               "provenance": session.watch.provenance(session.decoder)}
-    write_json(args.out, "qa", content)
+            mine = {row["variant"]: row for row in later if row["task"] == qa.name}
+            later = [row for row in later if row["task"] != qa.name]
+            if missing[qa.name]:
+                bar.set_description(qa.name)
+                values, greedy = score(session.decoder, missing[qa.name], packs[qa.name], args.batch_tokens, label=qa.name,
+                                       bar=bar)
+                for variant, own, first in zip(missing[qa.name], values, greedy):
+                    metrics, samples = harness_results(qa, model, own, first)
+                    mine[variant.name] = {**result_row(qa, variant, metrics, samples, own), "limit": args.limit,
+                                          "seed": args.seed, "key": key(variant, protocols[qa.name])}
+                    records += item_records(qa, variant, samples, own) if args.log_samples else []
+            results += [mine[variant.name] for variant in variants]
+            if missing[qa.name] or qa is tasks[-1]:
+                content = qa_content(session, model, results + later, dense_rows, variants[0].name, bool(packs))
+                write_json(args.out, "qa", content)
     if args.log_samples:
         with atomic_path(args.log_samples) as temporary:
             temporary.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
         print(f"wrote {args.log_samples}")
     show(content)
     print(f"wrote {args.out}")
+
+
+def qa_content(session, model, results, dense_rows, reference, computed):
+    """What qa.json holds: rows, averages and retained performance, paired differences, and the protocol."""
+    dense = {row["task"]: row["value"] for row in dense_rows or [r for r in results if r["variant"] == "dense"]}
+    return {"model": session.source.identity(), "results": results, "summary": summary(results, dense),
+            "paired": paired_differences(results, reference), "bos": model.bos_in_words(),
+            "harness": f"lm_eval=={harness_version()}", "dtype": session.dtype_name,
+            "provenance": session.watch.provenance(session.decoder if computed else None)}
 
 
 def read_dense(path, source):

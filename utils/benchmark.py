@@ -59,7 +59,7 @@ def bare_forward(decoder, ids, batch_size=1):
         decoder.model.base_model(input_ids=part, use_cache=False)
 
 
-def benchmark_collect(windows=16, seq_len=512, rounds=3):
+def benchmark_collect(windows=16, seq_len=512, rounds=2):
     """The collecting pass against a bare forward of the decoder stack: time, and extra memory in child processes."""
     decoder, ids = embedded_windows(windows, seq_len)
     turn = rotation(decoder.hidden_size)
@@ -96,7 +96,7 @@ def _collect_once(windows, seq_len):
     collect(decoder, ids, rotation(decoder.hidden_size), progress=False)
 
 
-def benchmark_ppl(windows=4, seq_len=512, rounds=3):
+def benchmark_ppl(windows=2, seq_len=256, rounds=2):
     """One call with dense and vanilla, +d, +P at n = 3, 5, 7 against one call each: time, layers run, results."""
     decoder, ids = embedded_windows(windows, seq_len)
     turn = rotation(decoder.hidden_size)
@@ -206,7 +206,7 @@ def random_llama():
         num_key_value_heads=4, max_position_embeddings=2048, tie_word_embeddings=False)))
 
 
-def benchmark_distill(steps=6, seq_len=512, top_k=100, lr=1e-4):
+def benchmark_distill(steps=21, seq_len=512, top_k=100, lr=1e-4):
     """Online and cached training against the plain recipe, on the embedded model and on the shape of the 7B run."""
     for name, decoder, (start, end) in (("embedded", load_decoder(find_model(EMBEDDED)), (12, 19)),
                                         ("7B shape", random_llama(), (21, 30))):

@@ -61,6 +61,8 @@ def add_variant_flags(p):
     group.add_argument("--selection", nargs="+", default=[], metavar="[NAME=]FILE",
                        help="pruned variants without a patch")
     group.add_argument("--no-dense", action="store_true", help="leave the model itself out")
+    group.add_argument("--add", action="store_true",
+                       help="keep the rows of other variants in --out that have the same model, data and settings")
 
 
 def add_output_flags(p, out_help):
