@@ -11,6 +11,7 @@ import torch
 from utils import cli
 from utils.activations import token_scaling_spread
 from utils.artifacts import reusable
+from utils.errors import UserError
 from utils.hadamard import rotation
 from utils.patch import (ESTIMATORS, SCALINGS, layer_lists, patch_module, random_matrix, scale_stderr,
                          scale_vector, write_patch)
@@ -27,8 +28,8 @@ def arguments():
     p = cli.parser(__doc__, "python calibrate.py --model smollm2-135m --selection runs/smollm2-135m/selection.json "
                             "--calib-samples 16 --seq-len 512")
     cli.add_model_flags(p)
-    p.add_argument("--selection", type=Path, required=True, help="selection.json of prune.py")
-    p.add_argument("--scaling", choices=[*SCALINGS, "auto"], default="hadamard",
+    p.add_argument("--selection", type=Path, nargs="+", required=True, help="selection.json of prune.py, one or several")
+    p.add_argument("--scaling", choices=[*SCALINGS, "auto"], nargs="+", default=["hadamard"],
                    help="hadamard: P = H diag(d) H^T; diagonal: d on the raw channels; none: identity; random: a random "
                         "P (ablation); auto: the best of none, diagonal and hadamard on held-out calibration windows")
     p.add_argument("--estimator", choices=ESTIMATORS, default="ratio-of-sums",
@@ -39,10 +40,15 @@ def arguments():
     p.add_argument("--auto-windows", type=cli.positive, default=8, help="held-out windows of --scaling auto")
     cli.add_data_flags(p)
     cli.add_calibration_flags(p)
-    cli.add_output_flags(p, "patch file; default runs/<model>/patch.safetensors")
+    cli.add_output_flags(p, "patch file; default runs/<model>/patch.safetensors, or with several selections or scalings "
+                            "patch_SCALING.safetensors beside each selection")
     p.add_argument("--stats", type=Path, help="statistics to read or write; default stats.safetensors beside --selection")
     p.add_argument("--save-model", type=Path, help="also write the patched model as a folder")
-    return p.parse_args()
+    args = p.parse_args()
+    args.selection, args.scaling = list(dict.fromkeys(args.selection)), list(dict.fromkeys(args.scaling))
+    if len(args.selection) * len(args.scaling) > 1 and (args.out or args.save_model):
+        p.error("--out and --save-model name one patch: give one --selection and one --scaling with them")
+    return args
 
 
 def estimate(scaling, args, stats, runs, hidden_size):
@@ -81,51 +87,75 @@ def best_scaling(args, session, stats, removed):
 
 def main():
     args = arguments()
-    args.out = args.out or default_folder(args.model) / "patch.safetensors"
-    args.stats = args.stats or args.selection.with_name("stats.safetensors")
+    single = len(args.selection) * len(args.scaling) == 1
+    args.out = args.out or (default_folder(args.model) / "patch.safetensors" if single else None)
+    if len({path.resolve().parent for path in args.selection}) < len(args.selection):
+        raise UserError("--selection: two of the files lie in one folder, where their patches would have one name; "
+                        "calibrate them one by one with --out")
+    args.stats = args.stats or args.selection[0].with_name("stats.safetensors")
     cli.check_outputs(args, out=".safetensors", stats=".safetensors")
     session = Session(args)
     if args.save_model:
         session.tokenizer  # a model folder needs one: fail before any work
-    selection = session.read_selection(args.selection)
-    removed, runs = tuple(selection["removed"]), runs_of(selection["removed"])
-    num_layers, hidden_size = session.source.shape
-
-    recipe = {"model": session.source.identity(), "removed": removed, "scaling": args.scaling, "seed": args.seed,
-              "sigma_windows": args.sigma_windows}
-    stats = calibration = None
-    if args.scaling not in ("none", "random") or args.sigma_windows:
+    removed_of = {path: tuple(session.read_selection(path)["removed"]) for path in args.selection}
+    stats = stats_recipe = calibration = None
+    if set(args.scaling) - {"none", "random"} or args.sigma_windows:
         stats, stats_recipe, calibration = session.stats(args.stats, args.hadamard_order)
-        recipe.update(stats=stats_recipe, estimator=args.estimator, hadamard_order=args.hadamard_order)
-    if args.scaling == "auto":
-        recipe.update(auto_windows=args.auto_windows)
+    spreads = Spreads(args, session, sorted({run for removed in removed_of.values() for run in runs_of(removed)}))
 
-    if not reusable(args.out, "patch", recipe, args.force):
-        content = {"model": recipe["model"], "stage": "calibrated", **layer_lists(num_layers, removed),
-                   "estimator": args.estimator, "calibration": calibration, "recipe": recipe}
-        scaling = args.scaling
-        if scaling == "auto":
-            scaling, content["auto"] = best_scaling(args, session, stats, removed)
-        content["scaling"] = scaling
-        if scaling == "hadamard":
-            turn = rotation(hidden_size, order=args.hadamard_order)
-            content.update(hadamard_order=args.hadamard_order, rotation=turn.info())
-        if args.sigma_windows:
-            windows = session.calibration().ids[:args.sigma_windows]
-            content["sigma_d"] = token_scaling_spread(
-                session.decoder, windows, runs, rotation(hidden_size, order=args.hadamard_order))
-        tensors = estimate(scaling, args, stats, runs, hidden_size)
-        content["provenance"] = session.watch.provenance(session.decoder if "decoder" in vars(session) else None)
-        write_patch(args.out, tensors, content)
-
-    variant = session.read_patch(args.out)
-    report(variant, args.out)
+    for path, removed in removed_of.items():
+        for scaling in args.scaling:
+            out = args.out or path.with_name(f"patch_{scaling}.safetensors")
+            make_patch(out, removed, scaling, args, session, stats, stats_recipe, calibration, spreads)
+            variant = session.read_patch(out)
+            report(variant, out)
     if args.save_model:
         header = variant.about
         save_folder(session.decoder, session.tokenizer, variant, args.save_model,
                     {"stage": "calibrated", "base_model": header["model"], "scaling": header["scaling"],
                      "calibration": calibration, "seed": args.seed})
         print(f"wrote {args.save_model} ({variant.describe(session.source)})")
+
+
+class Spreads:
+    """sigma_d of any of `runs`, all measured in one pass when the first is asked for."""
+
+    def __init__(self, args, session, runs):
+        self.args, self.session, self.runs, self.rows = args, session, runs, None
+
+    def of(self, runs):
+        if self.rows is None:
+            windows = self.session.calibration().ids[:self.args.sigma_windows]
+            turn = rotation(self.session.source.shape[1], order=self.args.hadamard_order)
+            self.rows = token_scaling_spread(self.session.decoder, windows, self.runs, turn)
+        return [row for row in self.rows if (row["start"], row["end"]) in runs]
+
+
+def make_patch(out, removed, scaling, args, session, stats, stats_recipe, calibration, spreads):
+    """Write the patch file of one selection and scaling, unless it is there with the same recipe."""
+    runs, (num_layers, hidden_size) = runs_of(removed), session.source.shape
+    recipe = {"model": session.source.identity(), "removed": removed, "scaling": scaling, "seed": args.seed,
+              "sigma_windows": args.sigma_windows}
+    measured = scaling not in ("none", "random") or args.sigma_windows
+    if measured:
+        recipe.update(stats=stats_recipe, estimator=args.estimator, hadamard_order=args.hadamard_order)
+    if scaling == "auto":
+        recipe.update(auto_windows=args.auto_windows)
+    if reusable(out, "patch", recipe, args.force):
+        return
+    content = {"model": recipe["model"], "stage": "calibrated", **layer_lists(num_layers, removed),
+               "estimator": args.estimator, "calibration": calibration if measured else None, "recipe": recipe}
+    if scaling == "auto":
+        scaling, content["auto"] = best_scaling(args, session, stats, removed)
+    content["scaling"] = scaling
+    if scaling == "hadamard":
+        turn = rotation(hidden_size, order=args.hadamard_order)
+        content.update(hadamard_order=args.hadamard_order, rotation=turn.info())
+    if args.sigma_windows:
+        content["sigma_d"] = spreads.of(runs)
+    tensors = estimate(scaling, args, stats, runs, hidden_size)
+    content["provenance"] = session.watch.provenance(session.decoder if "decoder" in vars(session) else None)
+    write_patch(out, tensors, content)
 
 
 def report(variant, path):

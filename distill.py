@@ -182,7 +182,7 @@ class Targets:
                 logs, indices, states = [], [], []
                 for number in range(*self.cache.shards[shard]):
                     inputs, hidden = self.distiller.interface(self.windows[number:number + 1])
-                    log, index = self.distiller.teacher(inputs, hidden)
+                    log, index = self.distiller.teacher(inputs, hidden, normalised=True)
                     logs.append(log.cpu()), indices.append(index.cpu()), states.append(hidden[0].cpu())
                     bar.update(1)
                 self.cache.write(shard, torch.stack(logs), torch.stack(indices), torch.stack(states),

@@ -45,13 +45,13 @@ def main():
               for subject, (examples, questions) in load_subjects(subjects, args.data_dir).items()}
     protocols = {subject: {"model": session.source.fingerprint, "dtype": session.dtype_name, "answer_tokens": answers,
                            "subject": subject, "questions": content_sha256(table)} for subject, table in tables.items()}
-    earlier = EarlierRows(args.out, "mmlu", args.force, args.add)
+    earlier = EarlierRows(args.out, "mmlu", "subject", session.source, args.force, args.add)
     missing = {subject: [v for v in variants if not earlier.find(v, protocol)] for subject, protocol in protocols.items()}
     found = sum(len(variants) - len(names) for names in missing.values())
     if found:
         print(f"{args.out}: {found} of {len(tables) * len(variants)} rows reused (--force recomputes)")
 
-    results, longest = earlier.others(variants, protocols.values()), session.source.positions[1] or 2048
+    results, longest = earlier.others(variants, protocols), session.source.positions[1] or 2048
     later = [row for protocol in protocols.values() for row in (earlier.find(v, protocol) for v in variants) if row]
     with tqdm(total=sum(len(questions) for subject, (_, questions) in tables.items() if missing[subject]), desc="mmlu",
               unit="question", disable=not any(missing.values())) as bar:

@@ -46,13 +46,13 @@ def main():
     variants = session.variants()
     datasets = list(dict.fromkeys(args.datasets or [])) or (["wiki", "news"] if session.embedded_text else ["wikitext2", "c4", "ptb"])
 
-    earlier = EarlierRows(args.out, "ppl", args.force, args.add)
+    earlier = EarlierRows(args.out, "ppl", "dataset", session.source, args.force, args.add)
     corpora = [evaluation_windows(name, session.tokenizer, args.seq_len, bos=args.bos, limit=args.limit_windows,
                                   data_dir=args.data_dir, unk=args.ptb_unk, stride=args.stride) for name in datasets]
     protocols = [{"model": session.source.fingerprint, "dtype": session.dtype_name, "dataset": name,
                   "token_ids": windows.info["token_ids_sha256"], "seq_len": args.seq_len, "stride": args.stride}
                  for name, windows in zip(datasets, corpora)]
-    results, computed = earlier.others(variants, protocols), False
+    results, computed = earlier.others(variants, dict(zip(datasets, protocols))), False
     for position, (name, windows, protocol) in enumerate(zip(datasets, corpora, protocols)):
         print(f"{name}: {describe(windows.info)}; {session.dtype_name}")
         found = [earlier.find(variant, protocol) for variant in variants]

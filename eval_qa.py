@@ -50,14 +50,14 @@ def main():
     print(f"{model.bos_in_words()}; lm-evaluation-harness {harness_version()}, zero-shot; {session.dtype_name}")
     protocols = {qa.name: {"model": session.source.fingerprint, "dtype": session.dtype_name, "harness": harness_version(),
                            "bos": model.bos_in_words(), "task": qa.name, "items": qa.content_sha1} for qa in tasks}
-    earlier = EarlierRows(args.out, "qa", args.force or args.log_samples, args.add)
+    earlier = EarlierRows(args.out, "qa", "task", session.source, args.force or args.log_samples, args.add)
     missing = {qa.name: [v for v in variants if not earlier.find(v, protocols[qa.name])] for qa in tasks}
     found = sum(len(variants) - len(names) for names in missing.values())
     if found:
         print(f"{args.out}: {found} of {len(tasks) * len(variants)} rows reused (--force recomputes)")
     packs = {qa.name: make_packs(session.decoder, qa.groups) for qa in tasks if missing[qa.name]}
 
-    results, records = earlier.others(variants, protocols.values()), []
+    results, records = earlier.others(variants, protocols), []
     later = [row for qa in tasks for row in (earlier.find(v, protocols[qa.name]) for v in variants) if row]
     with tqdm(total=sum(len(pack.tokens) for pack in sum(packs.values(), [])), desc="qa", unit="token",
               unit_scale=True, disable=not packs) as bar:

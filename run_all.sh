@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# Reproduce the paper: one preset, every table that is built so far, and a report.
+# Reproduce the paper: one preset, every table and figure, and a report with the paper's numbers beside ours.
 #
-#   bash run_all.sh                       presets and targets
-#   bash run_all.sh smollm2-135m          everything for the embedded model (no GPU, no hub): below 10 minutes
-#   bash run_all.sh llama2-7b table5      one table of the paper's main model (needs the hub and a GPU)
-#   bash run_all.sh --dry-run llama2-7b   print the commands only
-#   bash run_all.sh test                  the test suite
+#   bash run_all.sh                            presets and targets
+#   bash run_all.sh smollm2-135m               everything for the embedded model (no GPU, no hub): below 30 minutes
+#   bash run_all.sh smollm2-135m table5 fig2   two of them: below 4 minutes
+#   bash run_all.sh llama2-7b table5           one table of the paper's main model (needs the hub and a GPU)
+#   bash run_all.sh --dry-run llama2-7b        print the commands only, to run one by hand
+#   bash run_all.sh test                       the test suite
 #
 # Interrupted and started again, it goes on from the artifacts in runs/<preset>/ and says which ones it reuses.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-TARGETS="table7 table5 table2 table3 table4 table9 table10 responses"
-DEFAULT="table7 table5"
+TARGETS="table7 table5 table8 table3 table2 table4 table9 table10 responses table11 table12 table13 table1 table14 table15
+  table16 metrics fig1 fig2 fig4 overhead storage"
 
 usage() {
   cat <<EOF
@@ -22,58 +23,84 @@ presets   smollm2-135m           embedded: comes from the package index, runs on
           llama2-7b llama2-13b llama3-8b baichuan2-7b deepseek-r1-qwen-7b deepseek-r1-llama-8b
                                  from the hub, with the paper's sizes
           or any hub id, folder or .gguf file
-targets   table7                 the layers that go: selection.json for every n
-          table5                 perplexity of dense, vanilla, +d, +P and +FT (P distilled), and sigma_d
-          table3, table2         perplexity, and question answering, of +P, +FT and LLM-Streamline's FFN
-          table4                 what is trained and by which loss: FFN or P, full or diagonal, KL or MSE
-          table9, table10        number of distillation windows; K of the top-K logits
+targets   table7                 the layers that go, by every metric of the table
+          table5                 dense, vanilla, +d, +P and +FT (P distilled), and sigma_d
+          table1 table14 table15 table16
+                                 methods without training: question answering, perplexity, MMLU (1 and 14: two models)
+          table2 table3 table4   after training, against LLM-Streamline's FFN; what is trained and by which loss
+          table8 table9 table10  number of calibration windows, of distillation windows; K of the top-K logits
+          table11 table12 table13  with the metrics of ShortGPT, Taylor+ and SLEB
           responses              P from a random start; d alone, fine-tuned; calibration on other corpora
-          all                    table7 and table5, the default; each run writes runs/<preset>/report.md
+          metrics                every selection metric at every n, alone and with the patch
+          fig1 fig2 fig4         the figures, and those of stats.safetensors: massive, similarity, d
+          overhead storage       section 4.4: cost of the patch, size of the teacher's cache
+          all                    everything, the default; each run writes runs/<preset>/report.md and report.html
 
-SIZE=small runs the same commands on a few short windows, to see that everything works (about 3 minutes).
-LINEARPATCH_DATA=FOLDER takes WikiText-2, C4 and PTB from local files instead of the embedded text or the hub.
+SIZE=small runs the same commands on a few short windows, to see that everything works.
+LINEARPATCH_DATA=FOLDER takes data sets from local files instead of the embedded text or the hub. The embedded model
+answers questions (tables 1, 2, 16, ...) with it only.
 EOF
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Sizes. The paper: 128 windows of 2048 tokens to calibrate, all windows of each corpus to evaluate.
+# Sizes. The paper: 128 windows of 2048 tokens to calibrate, all windows of each corpus to evaluate, 5000 to distil.
 # On two CPU cores the embedded model runs about 570 tokens a second, hence its smaller sizes.
 sizes() {
-  # LAYERS: every n. TUNED: the n of tables 2, 3, 9 and 10. ABLATED: that of table 4 and the responses.
+  # LAYERS: every n. TUNED: the n of tables 2, 3, 9 and 10. ABLATED: that of tables 4, 5, 8 and the responses.
+  # COMBINED: that of tables 11 to 13. OTHERS: models of figure 4 beside this one.
   case "$1" in
-    llama2-7b)             LAYERS="9 7"  TUNED=7 ABLATED=9 ;;
-    llama2-13b)            LAYERS="10 8" TUNED=8 ABLATED=8 ;;
-    llama3-8b)             LAYERS="7 5"  TUNED=5 ABLATED=5 ;;
-    baichuan2-7b)          LAYERS="9 7"  TUNED=7 ABLATED=7 ;;
-    deepseek-r1-*)         LAYERS="7"    TUNED=7 ABLATED=7 ;;
-    *)                     LAYERS="3 5 7" TUNED=7 ABLATED=7 ;;
+    llama2-7b)             LAYERS="9 7"  TUNED=7 ABLATED=9 COMBINED=7 ;;
+    llama2-13b)            LAYERS="10 8" TUNED=8 ABLATED=8 COMBINED=8 ;;
+    llama3-8b)             LAYERS="7 5"  TUNED=5 ABLATED=5 COMBINED=7 ;;
+    baichuan2-7b)          LAYERS="9 7"  TUNED=7 ABLATED=7 COMBINED=7 ;;
+    deepseek-r1-*)         LAYERS="7"    TUNED=7 ABLATED=7 COMBINED=7 ;;
+    *)                     LAYERS="3 5 7" TUNED=7 ABLATED=7 COMBINED=7 ;;
   esac
   CALIB=(--calib-samples 128 --seq-len 2048)
+  SEARCH=(--calib-samples 128 --seq-len 2048)            # what SLEB tries its candidates on
+  SNIPPETS=(--calib-samples 10 --seq-len 128 --seed 1234)  # Shortened LLaMA's, for Taylor and one-shot perplexity
+  WIDTH=(--calib-data c4 --calib-samples 10 --seq-len 64)  # LLM-Pruner's
   EVAL=(--seq-len 2048)
   SIGMA=128
   CORPUS=wikitext2
   DATASETS=(wikitext2 c4 ptb)
-  OTHERS="c4 ptb"
+  ELSEWHERE="c4 ptb"                                     # other corpora to calibrate on
   TRAIN=(--seq-len 2048 --val-samples 16)
   SAMPLES=5000 HALF=2500 MORE=7500
+  QA=(--tasks all) MMLU=(--subjects all)
+  FIGURE=(--calib-samples 128 --seq-len 2048)
+  METRICS=(sleb shortgpt taylor+)                        # of table 7
+  COMPARED=(wikitext2 c4 ptb)                            # corpora on which all metrics are compared
   if [ "$1" = smollm2-135m ]; then
-    CALIB=(--calib-samples 32 --seq-len 512)
-    EVAL=(--seq-len 512 --limit-windows 8)
+    CALIB=(--calib-samples 16 --seq-len 512)
+    SEARCH=(--calib-samples 4 --seq-len 64)
+    SNIPPETS=(--calib-samples 4 --seq-len 64 --seed 1234)
+    EVAL=(--seq-len 256 --limit-windows 4)
     SIGMA=4
-    TRAIN=(--seq-len 512 --val-samples 4 --save-every 16 --lr 1e-3)
-    SAMPLES=32 HALF=16 MORE=48
+    TRAIN=(--seq-len 256 --val-samples 4 --save-every 16 --lr 1e-3)
+    SAMPLES=16 HALF=8 MORE=24
+    QA+=(--limit 20) MMLU+=(--limit 2)
+    FIGURE=(--calib-samples 4 --seq-len 512)
+    COMPARED=(wikitext2)
     if [ -z "${LINEARPATCH_DATA:-}" ]; then
       CORPUS=wiki
       DATASETS=(wiki news)
-      OTHERS=news
+      COMPARED=(wiki)
+      ELSEWHERE=news
+      WIDTH=(--calib-data wiki --calib-samples 10 --seq-len 64)
     fi
   fi
   if [ "${SIZE:-}" = small ]; then
-    CALIB=(--calib-samples 4 --seq-len 256)
-    EVAL=(--seq-len 256 --limit-windows 3)
+    CALIB=(--calib-samples 4 --seq-len 128)
+    SEARCH=(--calib-samples 2 --seq-len 64)
+    SNIPPETS=(--calib-samples 2 --seq-len 64 --seed 1234)
+    WIDTH=("${WIDTH[@]:0:2}" --calib-samples 2 --seq-len 64)
+    EVAL=(--seq-len 128 --limit-windows 2)
     SIGMA=2
-    TRAIN=(--seq-len 256 --val-samples 1 --save-every 4 --lr 1e-3)
+    TRAIN=(--seq-len 128 --val-samples 1 --save-every 4 --lr 1e-3)
     SAMPLES=4 HALF=2 MORE=6
+    QA=(--tasks all --limit 2) MMLU=(--subjects anatomy astronomy --limit 2)
+    FIGURE=(--calib-samples 2 --seq-len 128)
   fi
 }
 
@@ -94,123 +121,309 @@ setup() {
   PATH="$PWD/.venv/bin:$PATH"
 }
 
+# A command is printed and run once, however many targets need it.
 run() {
+  case "$RAN" in *"|$*|"*) return ;; esac
+  RAN+="|$*|"
   echo "+ $*"
   [ -n "$DRY_RUN" ] || "$@"
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Table 7: one pass over the calibration text, then the block for every n from its statistics.
-table7() {
-  [[ " $DONE " != *" table7 "* ]] || return 0
-  DONE+=" table7"
-  for n in $LAYERS; do
-    run python prune.py --model "$PRESET" --metric cosine --n-prune "$n" --calib-data "$CORPUS" "${CALIB[@]}" \
-      --stats "$DIR/stats.safetensors" --out "$DIR/n$n/selection.json"
+# Variants wait here until all targets have made theirs; then one call evaluates all of them on shared layers.
+declare -A PPL=() SIDE=() QAS=() MMLUS=()
+ORDER=()
+
+# variant KINDS NAME FILE: NAME is a row of the report; FILE a selection.json or a patch. KINDS: ppl, side (perplexity on
+# the corpora on which all metrics are compared), qa, mmlu.
+variant() {
+  local kind
+  for kind in $1; do
+    case "$kind" in
+      ppl) PPL[$2]=$3 ;;
+      side) SIDE[$2]=$3 ;;
+      qa) QAS[$2]=$3 ;;
+      mmlu) MMLUS[$2]=$3 ;;
+    esac
   done
+  [[ " ${ORDER[*]-} " == *" $2 "* ]] || ORDER+=("$2")
 }
 
-# The training-free patches of one n: d on the raw channels, P in the rotated basis. No forward pass but for sigma_d.
-patches() {
-  for scaling in diagonal hadamard; do
-    run python calibrate.py --model "$PRESET" --selection "$DIR/n$1/selection.json" --scaling "$scaling" \
-      --calib-data "$CORPUS" "${CALIB[@]}" --stats "$DIR/stats.safetensors" \
-      $([ "$scaling" = hadamard ] && echo --sigma-windows "$SIGMA") --out "$DIR/n$1/patch_$scaling.safetensors"
+# flags KIND: --selection and --patch of the waiting variants, in the order in which targets named them.
+flags() {
+  local -n waiting=$1
+  local name selections=() patches=()
+  for name in "${ORDER[@]}"; do
+    case "${waiting[$name]-}" in
+      "") ;;
+      *.json) selections+=("$name=${waiting[$name]}") ;;
+      *) patches+=("$name=${waiting[$name]}") ;;
+    esac
   done
+  FLAGS=()
+  [ ${#selections[@]} -eq 0 ] || FLAGS+=(--selection "${selections[@]}")
+  [ ${#patches[@]} -eq 0 ] || FLAGS+=(--patch "${patches[@]}")
 }
 
-# tune N NAME FLAGS: distil from the +P patch of N removed layers (or what FLAGS say) into $DIR/nN/NAME.safetensors.
-tune() {
-  local n=$1 name=$2
-  shift 2
-  run python distill.py --model "$PRESET" --patch "$DIR/n$n/patch_hadamard.safetensors" --train-data "$CORPUS" \
-    "${TRAIN[@]}" "$@" --out "$DIR/n$n/$name.safetensors"
+evaluate() {
+  local n folder
+  if [ ${#PPL[@]} -gt 0 ]; then
+    flags PPL
+    run python eval_ppl.py --model "$PRESET" "${FLAGS[@]}" --datasets "${DATASETS[@]}" "${EVAL[@]}" --add --out "$DIR/ppl.json"
+    for n in $NARROW; do
+      run python eval_ppl.py --model "$DIR/n$n/llm-pruner/model" --no-dense --patch "llm-pruner-n$n=dense" \
+        --datasets "${DATASETS[@]}" "${EVAL[@]}" --out "$DIR/ppl_llm-pruner-n$n.json"
+    done
+  fi
+  if [ ${#SIDE[@]} -gt 0 ]; then
+    flags SIDE
+    run python eval_ppl.py --model "$PRESET" "${FLAGS[@]}" --datasets "${COMPARED[@]}" "${EVAL[@]}" --add --out "$DIR/ppl.json"
+    run python plot_magnitudes.py --figure metrics --results "$DIR/ppl.json" --out "$DIR/figures"
+  fi
+  if [ ${#QAS[@]} -gt 0 ] && answers; then
+    flags QAS
+    run python eval_qa.py --model "$PRESET" "${FLAGS[@]}" "${QA[@]}" --add --out "$DIR/qa.json"
+    for n in $NARROW; do
+      run python eval_qa.py --model "$DIR/n$n/llm-pruner/model" --no-dense --patch "llm-pruner-n$n=dense" "${QA[@]}" \
+        --dense "$DIR/qa.json" --out "$DIR/qa_llm-pruner-n$n.json"
+    done
+  fi
+  if [ ${#MMLUS[@]} -gt 0 ] && answers; then
+    flags MMLUS
+    run python eval_mmlu.py --model "$PRESET" "${FLAGS[@]}" "${MMLU[@]}" --add --out "$DIR/mmlu.json"
+  fi
 }
 
-# Table 5: the ingredients, and P fine-tuned; perplexity of all variants in one call.
-table5() {
-  local variants=()
-  table7
-  for n in $LAYERS; do
-    patches "$n"
-    variants+=("d-n$n=$DIR/n$n/patch_diagonal.safetensors" "P-n$n=$DIR/n$n/patch_hadamard.safetensors")
-    if [ "$n" = "$TUNED" ] || [ "$PRESET" != smollm2-135m ]; then
-      tune "$n" ft --train-samples "$SAMPLES"
-      variants+=("FT-n$n=$DIR/n$n/ft.safetensors")
-    fi
-  done
-  run python eval_ppl.py --model "$PRESET" --selection $(for n in $LAYERS; do echo "vanilla-n$n=$DIR/n$n/selection.json"; done) \
-    --patch "${variants[@]}" --datasets "${DATASETS[@]}" "${EVAL[@]}" --out "$DIR/ppl.json"
-}
-
-# ablation TABLE NAME...: perplexities of tuned variants of one n beside vanilla and +P, in $DIR/TABLE.json.
-ablation() {
-  local table=$1 n=$TUNED variants=()
-  shift
-  for name in "$@"; do variants+=("$name=$DIR/n$n/$name.safetensors"); done
-  run python eval_ppl.py --model "$PRESET" --selection "vanilla=$DIR/n$n/selection.json" --patch \
-    "P=$DIR/n$n/patch_hadamard.safetensors" "${variants[@]}" --datasets "${DATASETS[@]}" "${EVAL[@]}" --out "$DIR/$table.json"
-}
-
-# Tables 2 and 3: LinearPatch and its fine-tuning against LLM-Streamline's FFN on the same text.
-table3() {
-  table7; patches "$TUNED"
-  tune "$TUNED" ft --train-samples "$SAMPLES"
-  tune "$TUNED" ffn_mse --replace ffn --loss mse --train-samples "$SAMPLES"
-  ablation table3 ft ffn_mse
-}
-
-table2() {
-  table3
-  run python eval_qa.py --model "$PRESET" --selection "vanilla=$DIR/n$TUNED/selection.json" --patch \
-    "P=$DIR/n$TUNED/patch_hadamard.safetensors" "ft=$DIR/n$TUNED/ft.safetensors" "ffn_mse=$DIR/n$TUNED/ffn_mse.safetensors" \
-    --tasks all $([ "$PRESET" = smollm2-135m ] && echo --limit 20) --out "$DIR/table2.json"
-}
-
-# Table 4: what is trained, and by which loss; the paper removes 9 layers here and in the responses.
-table4() {
-  local TUNED=$ABLATED
-  table7; patches "$TUNED"
-  tune "$TUNED" ffn_mse --replace ffn --loss mse --train-samples "$SAMPLES"
-  tune "$TUNED" ffn_kl --replace ffn --train-samples "$SAMPLES"
-  tune "$TUNED" full_mse --loss mse --train-samples "$SAMPLES"
-  tune "$TUNED" diagonal_kl --trainable diagonal-hadamard --train-samples "$SAMPLES"
-  tune "$TUNED" ft --train-samples "$SAMPLES"
-  ablation table4 ffn_mse ffn_kl full_mse diagonal_kl ft
-}
-
-# Table 9: the number of windows.
-table9() {
-  table7; patches "$TUNED"
-  for samples in "$HALF" "$SAMPLES" "$MORE"; do tune "$TUNED" "samples$samples" --train-samples "$samples"; done
-  ablation table9 "samples$HALF" "samples$SAMPLES" "samples$MORE"
-}
-
-# Table 10: K.
-table10() {
-  table7; patches "$TUNED"
-  for k in 50 100 200; do tune "$TUNED" "top$k" --top-k "$k" --train-samples "$SAMPLES"; done
-  ablation table10 top50 top100 top200
-}
-
-# The author responses: P from a random start; d without H, fine-tuned; d from other corpora.
-responses() {
-  local TUNED=$ABLATED
-  local n=$TUNED
-  table7; patches "$n"
-  tune "$n" random_start --init random --train-samples "$SAMPLES"
-  run python distill.py --model "$PRESET" --patch "$DIR/n$n/patch_diagonal.safetensors" --train-data "$CORPUS" "${TRAIN[@]}" \
-    --trainable diagonal --train-samples "$SAMPLES" --out "$DIR/n$n/d_tuned.safetensors"
-  for corpus in $OTHERS; do
-    run python calibrate.py --model "$PRESET" --selection "$DIR/n$n/selection.json" --calib-data "$corpus" "${CALIB[@]}" \
-      --stats "$DIR/stats_$corpus.safetensors" --out "$DIR/n$n/from_$corpus.safetensors"
-  done
-  ablation responses random_start d_tuned $(for corpus in $OTHERS; do echo "from_$corpus"; done)
+# The data sets of questions come from the hub; on the embedded model, which needs no hub, from local files only.
+answers() {
+  [ "$PRESET" != smollm2-135m ] || [ -n "${LINEARPATCH_DATA:-}" ] || {
+    echo "question answering and MMLU are left out: they need LINEARPATCH_DATA=FOLDER (README, section Data)" >&2
+    return 1
+  }
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
+# One pass over the calibration text; the block for every n is read from its statistics.
+blocks() {
+  run python prune.py --model "$PRESET" --metric cosine --n-prune $LAYERS --calib-data "$CORPUS" "${CALIB[@]}" \
+    --stats "$DIR/stats.safetensors" --out "$DIR/n{n}/selection.json"
+}
+
+# selection METRIC FLAGS: for every n, in $DIR/nN/METRIC/selection.json. Where n layers are the first n of more, one run.
+selection() {
+  local metric=$1
+  shift
+  run python prune.py --model "$PRESET" --metric "$metric" --n-prune $LAYERS --calib-data "$CORPUS" "$@" \
+    --out "$DIR/n{n}/$metric/selection.json"
+}
+
+select_by() {
+  case "$1" in
+    sleb)                     selection sleb "${SEARCH[@]}" ;;
+    taylor | taylor+ | ppl | ppl+) selection "$1" "${SNIPPETS[@]}" ;;
+    mag | mag+ | random | last) selection "$1" ;;
+    *)                        selection "$1" "${CALIB[@]}" --stats "$DIR/stats.safetensors" ;;
+  esac
+}
+
+# The training-free patches of the cosine block, for every n: d on the raw channels, P in the rotated basis.
+patches() {
+  blocks
+  run python calibrate.py --model "$PRESET" --selection $(for n in $LAYERS; do echo "$DIR/n$n/selection.json"; done) \
+    --scaling diagonal hadamard --calib-data "$CORPUS" "${CALIB[@]}" --stats "$DIR/stats.safetensors" --sigma-windows "$SIGMA"
+}
+
+# patched METRIC...: P for the selections of other metrics, in $DIR/nN/METRIC/patch_hadamard.safetensors. No forward pass.
+patched() {
+  local metric
+  run python calibrate.py --model "$PRESET" --scaling hadamard --calib-data "$CORPUS" "${CALIB[@]}" \
+    --stats "$DIR/stats.safetensors" \
+    --selection $(for metric; do for n in $LAYERS; do echo "$DIR/n$n/$metric/selection.json"; done; done)
+}
+
+# ours KINDS N: dense comes by itself; vanilla, +d, +P of the cosine block at N.
+ours() {
+  variant "$1" "vanilla-n$2" "$DIR/n$2/selection.json"
+  variant "$1" "d-n$2" "$DIR/n$2/patch_diagonal.safetensors"
+  variant "$1" "P-n$2" "$DIR/n$2/patch_hadamard.safetensors"
+}
+
+# tune KINDS N NAME FLAGS: distil from the +P patch of N removed layers (or as FLAGS say): variant NAME-nN.
+tune() {
+  local kinds=$1 n=$2 name=$3
+  shift 3
+  run python distill.py --model "$PRESET" --patch "$DIR/n$n/patch_hadamard.safetensors" --train-data "$CORPUS" \
+    "${TRAIN[@]}" "$@" --out "$DIR/n$n/$name.safetensors"
+  variant "$kinds" "$name-n$n" "$DIR/n$n/$name.safetensors"
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Table 7: the layers that go.
+table7() {
+  local metric
+  blocks
+  for metric in "${METRICS[@]}"; do select_by "$metric"; done
+}
+
+# Table 5: the ingredients, at one n. (The target metrics has them for every n, without training.)
+table5() {
+  patches
+  ours "ppl qa" "$ABLATED"
+  tune "ppl qa" "$ABLATED" FT --train-samples "$SAMPLES"
+}
+
+# Tables 1 and 14 (question answering), 15 (perplexity) and 16 (MMLU): methods without training, at every n.
+untrained() {
+  local kind=$1 n metric
+  patches
+  for metric in sleb shortgpt; do select_by "$metric"; done
+  patched shortgpt
+  for n in $LAYERS; do
+    for metric in sleb shortgpt; do variant "$kind" "$metric-n$n" "$DIR/n$n/$metric/selection.json"; done
+    variant "$kind" "vanilla-n$n" "$DIR/n$n/selection.json"
+    variant "$kind" "shortgpt+P-n$n" "$DIR/n$n/shortgpt/patch_hadamard.safetensors"
+    variant "$kind" "P-n$n" "$DIR/n$n/patch_hadamard.safetensors"
+  done
+}
+
+# LLM-Pruner leaves every layer, but narrower; as many parameters go as with n layers. The paper has it for three models.
+narrow() {
+  local n
+  [[ "$PRESET" != deepseek* ]] || return 0
+  for n in $LAYERS; do
+    run python prune.py --model "$PRESET" --metric llm-pruner --n-prune "$n" "${WIDTH[@]}" \
+      --out "$DIR/n$n/llm-pruner/selection.json" --save-model "$DIR/n$n/llm-pruner/model"
+  done
+  NARROW=$LAYERS
+}
+
+table1() { narrow; untrained qa; }
+table14() { table1; }
+table15() { narrow; untrained ppl; }
+table16() { untrained mmlu; }
+
+# Tables 2 and 3: LinearPatch and its fine-tuning against LLM-Streamline's FFN on the same text.
+trained() {
+  patches
+  variant "$1" "P-n$TUNED" "$DIR/n$TUNED/patch_hadamard.safetensors"
+  tune "$1" "$TUNED" FT --train-samples "$SAMPLES"
+  tune "$1" "$TUNED" ffn_mse --replace ffn --loss mse --train-samples "$SAMPLES"
+}
+
+table2() { trained qa; }
+table3() { trained ppl; }
+
+# Table 4: what is trained, and by which loss.
+table4() {
+  local n=$ABLATED
+  patches
+  tune "ppl qa" "$n" ffn_mse --replace ffn --loss mse --train-samples "$SAMPLES"
+  tune "ppl qa" "$n" ffn_kl --replace ffn --train-samples "$SAMPLES"
+  tune "ppl qa" "$n" P_mse --loss mse --train-samples "$SAMPLES"
+  tune "ppl qa" "$n" d_kl --trainable diagonal-hadamard --train-samples "$SAMPLES"
+  tune "ppl qa" "$n" FT --train-samples "$SAMPLES"
+}
+
+# Table 8: the number of calibration windows.
+table8() {
+  local n=$ABLATED times samples
+  patches
+  variant ppl "P-n$n" "$DIR/n$n/patch_hadamard.safetensors"
+  for times in 4 2 0.5; do  # the first statistics hold the others: fewer windows are the first ones of more
+    samples=$(awk "BEGIN { print $times * ${CALIB[1]} }")
+    run python calibrate.py --model "$PRESET" --selection "$DIR/n$n/selection.json" --calib-data "$CORPUS" \
+      --calib-samples "$samples" "${CALIB[@]:2}" --stats "$DIR/stats_4x.safetensors" --out "$DIR/n$n/calib${times}x.safetensors"
+    variant ppl "calib${times}x-n$n" "$DIR/n$n/calib${times}x.safetensors"
+  done
+}
+
+# Table 9: the number of distillation windows.
+table9() {
+  patches
+  variant "ppl qa" "P-n$TUNED" "$DIR/n$TUNED/patch_hadamard.safetensors"
+  tune "ppl qa" "$TUNED" samples0.5x --train-samples "$HALF"
+  tune "ppl qa" "$TUNED" FT --train-samples "$SAMPLES"
+  tune "ppl qa" "$TUNED" samples1.5x --train-samples "$MORE"
+}
+
+# Table 10: K; 100 is FT.
+table10() {
+  patches
+  variant "ppl qa" "P-n$TUNED" "$DIR/n$TUNED/patch_hadamard.safetensors"
+  tune "ppl qa" "$TUNED" FT --train-samples "$SAMPLES"
+  tune "ppl qa" "$TUNED" top50 --top-k 50 --train-samples "$SAMPLES"
+  tune "ppl qa" "$TUNED" top200 --top-k 200 --train-samples "$SAMPLES"
+}
+
+# Tables 11 to 13: other metrics, alone and with LinearPatch.
+with_metric() {
+  local metric=$1 n=$COMBINED
+  blocks
+  select_by "$metric"
+  patched "$metric"
+  variant "ppl qa" "$metric-n$n" "$DIR/n$n/$metric/selection.json"
+  variant "ppl qa" "$metric+P-n$n" "$DIR/n$n/$metric/patch_hadamard.safetensors"
+}
+
+table11() { with_metric shortgpt; }
+table12() { with_metric taylor+; }
+table13() { with_metric sleb; }
+
+# The author responses: P from a random start; d without H, fine-tuned; d from other corpora.
+responses() {
+  local n=$ABLATED corpus
+  patches
+  ours ppl "$n"
+  tune ppl "$n" random_start --init random --train-samples "$SAMPLES"
+  run python distill.py --model "$PRESET" --patch "$DIR/n$n/patch_diagonal.safetensors" --train-data "$CORPUS" "${TRAIN[@]}" \
+    --trainable diagonal --train-samples "$SAMPLES" --out "$DIR/n$n/d_tuned.safetensors"
+  variant ppl "d_tuned-n$n" "$DIR/n$n/d_tuned.safetensors"
+  for corpus in $ELSEWHERE; do
+    run python calibrate.py --model "$PRESET" --selection "$DIR/n$n/selection.json" --calib-data "$corpus" "${CALIB[@]}" \
+      --stats "$DIR/stats_$corpus.safetensors" --out "$DIR/n$n/P-from-$corpus.safetensors"
+    variant ppl "P-from-$corpus-n$n" "$DIR/n$n/P-from-$corpus.safetensors"
+  done
+}
+
+# Every metric at every n, alone and with the patch, side by side.
+metrics() {
+  local metric n all=(shortgpt angular sleb taylor taylor+ ppl ppl+ mag mag+ random last)
+  patches
+  for metric in "${all[@]}"; do select_by "$metric"; done
+  patched "${all[@]}"
+  for n in $LAYERS; do
+    ours ppl "$n"
+    for metric in "${all[@]}"; do
+      variant side "$metric-n$n" "$DIR/n$n/$metric/selection.json"
+      variant side "$metric+P-n$n" "$DIR/n$n/$metric/patch_hadamard.safetensors"
+    done
+  done
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Figures. 1: channel magnitudes and the sweep of alpha. 2: scalings of single tokens. 4: depth, and more from the stats.
+figure() {
+  local n=$ABLATED
+  run python plot_magnitudes.py --model "$PRESET" --figure "$@" --stats "$DIR/stats.safetensors" \
+    --selection "$DIR/n$n/selection.json" --patch "$DIR/n$n/patch_hadamard.safetensors" --datasets "${DATASETS[0]}" "${EVAL[@]}" \
+    --calib-data "$CORPUS" "${FIGURE[@]}" --out "$DIR/figures"
+}
+
+fig1() { patches; figure 1a 1b; }
+fig2() { patches; figure 2; }
+fig4() { blocks; patches; figure 4 massive similarity d; }
+
+# Section 4.4. The shapes are LLaMA-2-7B's on a GPU, smaller on a CPU.
+overhead() {
+  patches
+  run python -m utils.overhead --model "$PRESET" --patch "$DIR/n$ABLATED/patch_hadamard.safetensors" --out "$DIR/overhead.json"
+}
+
+storage() { overhead; }
+
+# ---------------------------------------------------------------------------------------------------------------------
 main() {
-  DRY_RUN= DONE=
+  DRY_RUN='' RAN='' NARROW=''
   if [ "${1:-}" = --dry-run ]; then DRY_RUN=yes; shift; fi
   case "${1:-}" in
     "" | -h | --help) usage; return ;;
@@ -219,13 +432,15 @@ main() {
   esac
   PRESET=$1; shift
   DIR="runs/$(basename "$PRESET" .gguf)"
-  [ $# -gt 0 ] && [ "$*" != all ] || set -- $DEFAULT
+  [ $# -gt 0 ] && [ "$*" != all ] || set -- $TARGETS
   for target in "$@"; do
-    [[ " $TARGETS " == *" $target "* ]] || { echo "error: $target is no target; there are: $TARGETS all" >&2; exit 2; }
+    [[ " $(echo $TARGETS) " == *" $target "* ]] || {
+      echo "error: $target is no target; there are: $(echo $TARGETS) all" >&2; exit 2; }
   done
   sizes "$PRESET"
   [ -n "$DRY_RUN" ] || setup
   for target in "$@"; do "$target"; done
+  evaluate
   run python -m utils.report "$DIR"
 }
 

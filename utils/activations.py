@@ -41,6 +41,10 @@ class Stats:
         weights = self.tokens.double() if name in ("cosine", "angle_all") else torch.ones(len(values)).double()
         return torch.einsum("n,nlm->lm", weights / weights.sum(), values)
 
+    def first(self, samples):
+        """The Stats of the first `samples` windows."""
+        return Stats(*(getattr(self, f.name)[:samples] for f in fields(self)))
+
     def save(self, path, content):
         """Write as a stats artifact with `content` (recipe, provenance, ...) in its header."""
         write_tensors(path, "stats", {f.name: getattr(self, f.name) for f in fields(self)}, content)

@@ -26,11 +26,11 @@ from utils.errors import UserError, WorkError
 REQUIRED = {  # fields that readers rely on, with their types
     "selection": {"model": dict, "removed": list}, "patch": {"model": dict, "removed": list, "scaling": str},
     "ppl": {"model": dict, "results": list}, "qa": {"model": dict, "results": list},
-    "mmlu": {"model": dict, "results": list}, "checkpoint": {"recipe": dict, "step": int, "log": list},
+    "mmlu": {"model": dict, "results": list}, "overhead": {"model": dict, "results": list}, "checkpoint": {"recipe": dict, "step": int, "log": list},
     "teacher": {"recipe": dict, "sha256": str}, "stats": {"recipe": dict},
 }
 VERSIONS = {"selection": 1, "stats": 1, "patch": 1, "ppl": 1, "qa": 1, "mmlu": 1,
-            "checkpoint": 1, "teacher": 1}
+            "overhead": 1, "checkpoint": 1, "teacher": 1}
 HEADER = "linearpatch"  # key of the JSON inside a safetensors header
 
 
@@ -200,6 +200,7 @@ class Stopwatch:
         result = {
             "versions": versions(),
             "git_commit": git_commit(),
+            "hardware": hardware(),
             "wall_seconds": round(time.perf_counter() - self.start, 3),
             "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
@@ -222,6 +223,18 @@ def versions():
         except importlib.metadata.PackageNotFoundError:
             found[package] = None
     return found
+
+
+def hardware():
+    """Processor, its number of threads, and GPUs, in words."""
+    try:
+        names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
+                 if line.startswith("model name")]
+    except OSError:
+        names = []
+    name = names[0] if names else platform.processor() or platform.machine()
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return ", ".join([f"{os.cpu_count()} x {name}", *(gpus or ["no GPU"])])
 
 
 def git_commit():

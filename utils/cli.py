@@ -62,7 +62,7 @@ def add_variant_flags(p):
                        help="pruned variants without a patch")
     group.add_argument("--no-dense", action="store_true", help="leave the model itself out")
     group.add_argument("--add", action="store_true",
-                       help="keep the rows of other variants in --out that have the same model, data and settings")
+                       help="keep the rows of other variants and data in --out (same model, and same settings for the same data)")
 
 
 def add_output_flags(p, out_help):

@@ -1,167 +1,113 @@
-"""The report of one run directory, rebuilt from its artifacts: `python -m utils.report runs/<preset>`."""
+"""The report of one run directory, rebuilt from its artifacts: `python -m utils.report runs/<preset>`.
+
+report.md and report.html hold, for every table of the paper that has been run, our value with its 95 % interval, the
+paper's, their difference and a verdict. What has not been run is left out.
+"""
 
 import argparse
 import json
-from importlib import resources
+import math
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from utils import cli
+from utils import cli, paper
 from utils.artifacts import atomic_path, read_header, read_json
+from utils.corpora import describe
 from utils.errors import UserError
 from utils.perplexity import summarise
-from utils.corpora import describe
+from utils.render import Figure, Heading, Items, Table, Text, html_page, markdown
 
-ROWS = ("vanilla", "diagonal", "hadamard", "hadamard+ft")
-LABELS = {"vanilla": "vanilla", "diagonal": "+d", "hadamard": "+P", "hadamard+ft": "+FT"}
-# Methods of the paper's tables behind each row; the first that has the row's model and n counts.
-PAPER_METHODS = {"vanilla": ("vanilla", "llm-streamline-none"), "diagonal": ("+d",),
-                 "hadamard": ("+P", "linearpatch[S/L]", "linearpatch[L]"),
-                 "hadamard+ft": ("+P+ft", "linearpatch[L]+ft", "linearpatch+ft"), None: ("dense",)}
-
-
-def table(head, rows):
-    """Markdown table from a list of column heads and a list of rows of cells."""
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
-
-
-def with_interval(value, interval, digits=2):
-    """'value [low, high]', or the value alone where there is no interval."""
-    text = f"{value:.{digits}f}"
-    return text if interval is None else f"{text} [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]"
+MAIN = {"dense": "dense", "vanilla": "vanilla", "d": "+d", "P": "+P", "FT": "+FT"}  # of the block chosen by cosine
+CAPTIONS = {
+    "1a": "Figure 1(a): channel magnitudes over depth; the removed layers in grey.",
+    "1b": "Figure 1(b): perplexity with the scaling alpha d.",
+    "2": "Figure 2: scaling of every token and channel, raw and rotated.",
+    "4": "Figure 4: channel magnitudes over depth.",
+    "massive": "Largest activations of each layer and the tokens that carry them.",
+    "similarity": "Cosine of every pair of layer inputs; the chosen blocks outlined.",
+    "d": "The scale vector d with its standard error.",
+    "metrics": "Selection metrics: perplexity of the pruned model, alone and with LinearPatch.",
+}
 
 
-def block(run):
-    return f"[{run[0]}, {run[1]})"
+class Run:
+    """What a run directory holds, read when asked for."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.preset = self.folder.resolve().name
+
+    @cached_property
+    def selections(self):
+        """[(path, selection)], fewest layers first."""
+        found = [(path, read_json(path, "selection")) for path in sorted(self.folder.glob("n*/**/selection.json"))]
+        return sorted(found, key=lambda entry: entry[1]["n_prune"])
+
+    @cached_property
+    def patches(self):
+        """[(path, header)] of the final patch files."""
+        return [(path, read_header(path, "patch")) for path in sorted(self.folder.glob("n*/**/*.safetensors"))
+                if not path.name.endswith((".checkpoint.safetensors", ".last.safetensors")) and _is(path, "patch")]
+
+    @cached_property
+    def evaluations(self):
+        """{kind: [content, ...]} of the evaluation files in the directory itself."""
+        found = {kind: [] for kind in ("ppl", "qa", "mmlu", "overhead")}
+        for path in sorted(self.folder.glob("*.json")):
+            for kind in found:
+                if _is(path, kind):
+                    found[kind].append(read_json(path, kind))
+        return found
+
+    def rows(self, kind):
+        return [row for content in self.evaluations[kind] for row in content["results"]]
+
+    @cached_property
+    def figures(self):
+        return {path.stem.removeprefix("figure_"): path for path in sorted(self.folder.glob("figures/figure_*.png"))}
+
+    @cached_property
+    def artifacts(self):
+        """[(path, content or header)] of everything with a provenance, oldest first."""
+        paths = [*self.folder.glob("*"), *self.folder.glob("n*/**/*")]
+        paths = [p for p in paths if p.suffix in (".json", ".safetensors")
+                 and not p.name.endswith((".last.safetensors", ".checkpoint.safetensors"))]
+        found = [(path, _content(path)) for path in sorted(paths, key=lambda p: (p.stat().st_mtime, p))]
+        return [(path, content) for path, content in found if content and "provenance" in content]
+
+    @cached_property
+    def in_paper(self):
+        return paper.has_model(self.preset)
+
+    @cached_property
+    def variants(self):
+        """Names of all evaluated variants."""
+        rows = self.rows("ppl") + self.rows("qa") + self.rows("mmlu")
+        return list(dict.fromkeys(row["variant"] for row in rows))
 
 
-def selections(folder):
-    """selection.json of every n in the run directory, smallest n first."""
-    found = [read_json(path, "selection") for path in folder.glob("n*/selection.json")]
-    return sorted(found, key=lambda s: s["n_prune"])
+def _is(path, kind):
+    content = _content(path)
+    return content is not None and str(content.get("format", "")).startswith(f"linearpatch/{kind}@")
 
 
-def patch_headers(folder):
-    return [read_header(path, "patch") for path in sorted(folder.glob("n*/*.safetensors"))
-            if not path.name.endswith((".checkpoint.safetensors", ".last.safetensors"))]
-
-
-def section_blocks(found):
-    rows = []
-    for s in found:
-        score = max((c["score"] for c in s["scores"] if "start" in c), default=None)
-        rows.append([s["n_prune"], ", ".join(map(block, s["runs"])), "-" if score is None else f"{score:.4f}",
-                     f"{s['parameters']['removed']:,}", f"{s['parameters']['ratio_percent']:.2f}",
-                     f"{s['parameters']['ratio_with_patch_percent']:.2f}"])
-    return "## Layers removed\n\n" + table(
-        ["n", "block", "cosine, eq. (2)", "parameters removed", "ratio %", "ratio % with a C x C patch"], rows)
-
-
-def section_perplexity(results, model, title="Perplexity"):
-    """Perplexities of one ppl artifact, corpus by corpus; variants of an ablation keep their names."""
-    main = title == "Perplexity"
-    parts = [f"## {title}\n\nIntervals: 95 %, over windows; 'of vanilla' is the ratio of perplexities on the same "
-             "windows (paired), below 1 where the patch helps."]
-    for dataset in dict.fromkeys(row["dataset"] for row in results):
-        mine = [row for row in results if row["dataset"] == dataset]
-        vanilla = {tuple(row["removed"]): row for row in mine if row["scaling"] == "vanilla"}
-        body = []
-        for row in sorted(mine, key=lambda r: (len(r["removed"]), ROWS.index(r["scaling"]) if r["scaling"] in ROWS else 9)):
-            reference = vanilla.get(tuple(row["removed"]))
-            paired = "-"
-            if reference is not None and reference is not row:
-                losses = [torch.tensor(r["window_nll"], dtype=torch.float64) for r in (row, reference)]
-                summary = summarise(*losses)
-                paired = with_interval(summary["ratio_to_reference"], summary["ratio_ci95"], 3)
-            label = LABELS.get(row["scaling"], row["variant"]) if main and row["removed"] else row["variant"]
-            body.append([len(row["removed"]), label, with_interval(row["ppl"], row["ppl_ci95"]), paired,
-                         *paper_cell(model, row)])
-        head = ["n", "variant", "perplexity", "of vanilla"]
-        parts.append(f"### {dataset}\n\n" + table(head + (["paper"] if len(body[0]) > 4 else []), body))
-    return "\n\n".join(parts)
-
-
-def paper_cell(model, row):
-    """[the paper's perplexity for this row] where the paper has this model and corpus, else []."""
-    paper = [r for r in json.loads((resources.files("utils") / "paper_results.json").read_text())["results"]
-             if r["model"] == model and row["dataset"] in r["values"]]
-    if not paper:
-        return []
-    names = PAPER_METHODS.get(row["scaling"], ())
-    fits = [r for r in paper if r["n_pruned"] == len(row["removed"]) and r["method"] in names]
-    return [f"{fits[0]['values'][row['dataset']]:.2f}" if fits else "-"]
-
-
-def section_qa(content, title):
-    """One qa artifact: the printed metric of each task, average and retained performance."""
-    tasks = list(dict.fromkeys(row["task"] for row in content["results"]))
-    body = []
-    for entry in content["summary"]:
-        mine = {row["task"]: row for row in content["results"] if row["variant"] == entry["variant"]}
-        cells = [f"{100 * mine[t]['value']:.2f}" if t in mine else "-" for t in tasks]
-        retained = entry["retained_performance"]
-        body.append([entry["variant"], *cells, f"{100 * entry['average']:.2f}",
-                     "-" if retained is None else f"{retained:.2f}"])
-    counts = ", ".join(f"{row['task']} {row['n']} ({row['metric']})" for row in content["results"][:len(tasks)])
-    return (f"## Question answering: {title}\n\n{content['harness']}, zero-shot, {content['bos']}; items and metric: "
-            f"{counts}.\n\n" + table(["variant", *tasks, "average", "retained %"], body))
-
-
-def section_mmlu(content, title):
-    """One mmlu artifact: categories, weighted and macro average."""
-    names = ("stem", "humanities", "social_sciences", "other", "weighted_avg", "macro_avg")
-    body = [[row["variant"], *(f"{100 * row[n]:.2f}" if n in row else "-" for n in names), row["n"],
-             "yes" if row["collapsed"] else "no"] for row in content["summary"]]
-    return f"## MMLU, five-shot: {title}\n\n" + table(["variant", *names, "questions", "collapsed"], body)
-
-
-def section_extra(path):
-    """Any further evaluation in the run directory, by the kind that its format field names; '' for other files."""
+def _content(path):
+    """The JSON of an artifact of this project, or None for any other file."""
     try:
-        kind = json.loads(path.read_text()).get("format", "").partition("/")[2].partition("@")[0]
-    except (ValueError, AttributeError):
-        return ""
-    if kind not in ("ppl", "qa", "mmlu"):
-        return ""
-    content = read_json(path, kind)
-    if kind == "ppl":
-        return section_perplexity(content["results"], None, path.stem)
-    return (section_qa if kind == "qa" else section_mmlu)(content, path.stem)
+        if path.suffix == ".json":
+            content = json.loads(path.read_text(encoding="utf-8"))
+        else:
+            content = _any_header(path)
+    except (ValueError, OSError):
+        return None
+    fits = isinstance(content, dict) and str(content.get("format", "")).startswith("linearpatch/")
+    return content if fits else None
 
 
-def section_sigma(headers):
-    rows = [[r["end"] - r["start"], block((r["start"], r["end"])), f"{r['sigma_d']:.1f}", f"{r['sigma_d_rotated']:.1f}",
-             f"{r['log_sigma_d']:.3f}", f"{r['log_sigma_d_rotated']:.3f}", r["windows"]]
-            for header in headers for r in header.get("sigma_d", ())]
-    if not rows:
-        return ""
-    return ("## Spread of the scaling over tokens, eq. (4)\n\nsigma_d has near-zero denominators and so heavy tails; "
-            "the same of the logarithm of the ratio is its robust companion.\n\n" + table(
-                ["n", "block", "sigma_d raw", "sigma_d rotated", "log raw", "log rotated", "windows"],
-                sorted(rows, key=lambda r: r[0])))
-
-
-def section_cost(folder):
-    """Time and peak memory of each artifact's own call."""
-    rows = []
-    found = [p for p in [*folder.glob("*"), *folder.glob("n*/*")] if p.suffix in (".json", ".safetensors")
-             and not p.name.endswith((".last.safetensors", ".checkpoint.safetensors"))]
-    for path in sorted(found, key=lambda p: p.stat().st_mtime):
-        content = _any_artifact(path)
-        if content and "provenance" in content:
-            about = content["provenance"]
-            rows.append([path.relative_to(folder), f"{about['wall_seconds']:.1f}",
-                         f"{about['peak_memory_bytes'] / 2**20:.0f}", about.get("device", "-")])
-    return "## Time and memory\n\n" + table(["artifact", "seconds", "peak memory MiB", "device"], rows)
-
-
-def _any_artifact(path):
-    """Content of any artifact of this project, or None."""
-    if path.suffix == ".json":
-        content = json.loads(path.read_text())
-        return content if str(content.get("format", "")).startswith("linearpatch/") else None
+def _any_header(path):
     for kind in ("stats", "patch"):
         try:
             return read_header(path, kind)
@@ -170,43 +116,446 @@ def _any_artifact(path):
     return None
 
 
-def section_protocol(found, results, headers, protocol):
-    lines = []
-    for s in found[:1]:
-        if s["calibration"]:
-            lines.append(f"Calibration: {describe(s['calibration'])}.")
-    for dataset in dict.fromkeys(row["dataset"] for row in results):
-        corpus = next(row["corpus"] for row in results if row["dataset"] == dataset)
-        lines.append(f"Evaluation on {dataset}: {describe(corpus)}.")
-    if protocol:
-        lines.append(f"Model computed in {protocol['dtype']}; statistics and patches in float32 or better.")
-    rotations = {h["rotation"]["construction"] for h in headers if "rotation" in h}
-    lines += [f"Rotation: {name}." for name in sorted(rotations)]
-    lines += sorted({f"Estimator of d: {h['estimator']}." for h in headers if "estimator" in h})
-    return "## Protocol\n\n" + "\n".join(f"- {line}" for line in lines)
+# ---------------------------------------------------------------------------------------------------------------------
+# Our values as cells: a value, its 95 % interval, and why it cannot be held against the paper's.
+
+@dataclass(frozen=True)
+class Cell:
+    value: float
+    interval: tuple | None
+    reason: str | None
+
+    def __str__(self):
+        return with_interval(self.value, self.interval)
+
+
+def with_interval(value, interval, digits=2):
+    """'value [low, high]', or the value alone where there is no interval."""
+    text = f"{value:.{digits}f}"
+    return text if interval is None else f"{text} [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]"
+
+
+def cells(run, kind, variant):
+    """{column: Cell} of one variant: corpora, tasks or subject groups, under the paper's names, and their averages."""
+    return {"ppl": _perplexity_cells, "qa": _qa_cells, "mmlu": _mmlu_cells}[kind](run, variant)
+
+
+def _perplexity_cells(run, variant):
+    found = {}
+    for row in run.rows("ppl"):
+        if row["variant"] == variant:
+            found[row["dataset"]] = Cell(row["ppl"], row["ppl_ci95"], _perplexity_reason(row))
+    if found and all(name in found for name in paper.PERPLEXITY):
+        parts = [found[name] for name in paper.PERPLEXITY]
+        found["ppl_avg"] = Cell(sum(part.value for part in parts) / 3, None, next((p.reason for p in parts if p.reason), None))
+    return found
+
+
+def _perplexity_reason(row):
+    corpus = row["corpus"]
+    if row["dataset"] not in paper.PERPLEXITY:
+        return "other corpus"
+    if row["seq_len"] != 2048:
+        return f"windows of {row['seq_len']} tokens, not 2048"
+    if row["windows"] < corpus.get("windows_available", row["windows"]):
+        return f"first {row['windows']} of {corpus['windows_available']} windows"
+    return corpus.get("not_the_papers")
+
+
+def _qa_cells(run, variant):
+    found = {}
+    for row in run.rows("qa"):
+        if row["variant"] == variant:
+            stderr, whole = row[row["metric"] + "_stderr"], paper.QUESTIONS.get(row["task"])
+            reason = None if row["n"] == whole else f"{row['n']} of {whole} items" if whole else "other task"
+            value = 100 * row["value"]
+            found[row["task"]] = Cell(value, stderr and (value - 196 * stderr, value + 196 * stderr), reason)
+    for content in run.evaluations["qa"]:
+        for entry in content["summary"]:
+            if entry["variant"] == variant:
+                parts = [found[task] for task in entry["tasks"]]
+                reason = next((part.reason for part in parts if part.reason), None)
+                reason = reason or (None if set(entry["tasks"]) == set(paper.QUESTIONS) else "other tasks")
+                half = math.sqrt(sum((p.interval[1] - p.value) ** 2 for p in parts if p.interval)) / len(parts)
+                average = 100 * entry["average"]
+                found["qa_avg"] = Cell(average, (average - half, average + half), reason)
+                if entry["retained_performance"] is not None:
+                    found["retained_performance"] = Cell(entry["retained_performance"], None, reason)
+    return found
+
+
+def _mmlu_cells(run, variant):
+    found = {}
+    for content in run.evaluations["mmlu"]:
+        for entry in content["summary"]:
+            if entry["variant"] != variant:
+                continue
+            reason = None if entry["n"] == 14042 else f"{entry['n']} of 14042 questions"
+            for column, name in paper.MMLU.items():
+                if name in entry:
+                    count = entry["n"] if name == "weighted_avg" else sum(
+                        row["n"] for row in content["results"] if row["variant"] == variant and row["category"] == name)
+                    half = 196 * math.sqrt(entry[name] * (1 - entry[name]) / max(count - 1, 1))
+                    found[column] = Cell(100 * entry[name], (100 * entry[name] - half, 100 * entry[name] + half), reason)
+    return found
+
+
+def verdict(ours, theirs, other_model):
+    """'agrees', 'differs: COLUMN ...' or 'not comparable: REASON' for the cells that both have."""
+    if other_model:
+        return "not comparable: other model"
+    shared = [name for name in ours if name in theirs]
+    reasons = list(dict.fromkeys(ours[name].reason for name in shared if ours[name].reason))
+    judged = [name for name in shared if ours[name].interval and not ours[name].reason]
+    differing = [name for name in judged if not ours[name].interval[0] <= theirs[name] <= ours[name].interval[1]]
+    if differing:
+        return "differs: " + ", ".join(differing)
+    if judged:
+        return "agrees"
+    return "not comparable: " + "; ".join(reasons) if reasons else "no value of the paper"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sections: each returns its blocks, or [] when nothing of it has been run.
+
+def split_name(variant):
+    """'sleb+P-n7' -> ('sleb+P', 7); (name, None) without a number of layers."""
+    name, _, n = variant.rpartition("-n")
+    return (name, int(n)) if n.isdigit() and name else (variant, None)
+
+
+def block(run):
+    return f"[{run[0]}, {run[1]})"
+
+
+def section_summary(run, model):
+    """Model, hardware, what was run, and the three numbers that matter."""
+    total = sum(content["provenance"]["wall_seconds"] for _, content in run.artifacts)
+    hardware = next((content["provenance"]["hardware"] for _, content in reversed(run.artifacts)
+                     if "hardware" in content["provenance"]), None)
+    done = [kind for kind, word in (("ppl", "perplexity"), ("qa", "question answering"), ("mmlu", "MMLU")) if run.rows(kind)]
+    lines = [f"Model {model['label']}: {model['num_layers']} layers, hidden size {model['hidden_size']}, weights sha256 "
+             f"`{model['fingerprint'][:16]}`" + (f", revision `{model['revision']}`" if model["revision"] else "") + "."]
+    if hardware:
+        lines.append(f"Hardware: {hardware}.")
+    lines.append(f"Run: {len(run.selections)} selections, {len(run.patches)} patches, {len(run.variants)} variants evaluated "
+                 f"({', '.join(done) or 'none'}); {total / 60:.1f} minutes of computing in all.")
+    return [Heading(2, "Summary"), Items(tuple(lines)), *three_numbers(run)]
+
+
+def three_numbers(run):
+    """Perplexity with P against vanilla, with tuned P against vanilla, and retained performance or sigma_d."""
+    lines, ns = [], [n for name, n in map(split_name, run.variants) if name == "P" and n]
+    datasets = list(dict.fromkeys(row["dataset"] for row in run.rows("ppl")))
+    if ns and datasets:
+        n, dataset = max(ns), datasets[0]
+        rows = {row["variant"]: row for row in run.rows("ppl") if row["dataset"] == dataset}
+        dense, vanilla = rows.get("dense"), rows.get(f"vanilla-n{n}")
+        for name, words in (("P", "with LinearPatch"), ("FT", "with LinearPatch fine-tuned")):
+            row = rows.get(f"{name}-n{n}")
+            if row and vanilla:
+                lines.append(f"{dataset}, {n} layers removed: perplexity {vanilla['ppl']:.2f} becomes {row['ppl']:.2f} {words}, "
+                             f"{_paired(row, vanilla)} of the unpatched one" + (f" (dense {dense['ppl']:.2f})." if dense else "."))
+    retained = [(entry["variant"], entry["retained_performance"]) for content in run.evaluations["qa"]
+                for entry in content["summary"] if entry["retained_performance"] is not None]
+    retained = [(name, value) for name, value in retained if split_name(name)[0] in ("vanilla", "P", "FT")]
+    if retained:
+        lines.append("Retained performance on question answering: "
+                     + ", ".join(f"{name} {value:.2f} %" for name, value in retained) + ".")
+    else:
+        spread = [row for _, header in run.patches for row in header.get("sigma_d", ())]
+        if spread:
+            row = max(spread, key=lambda r: r["end"] - r["start"])
+            lines.append(f"Spread of the scaling over tokens, block {block((row['start'], row['end']))}: sigma_d "
+                         f"{row['sigma_d']:.1f} on raw channels, {row['sigma_d_rotated']:.1f} rotated.")
+    return [Text("The numbers that matter:"), Items(tuple(lines))] if lines else []
+
+
+def _paired(row, reference):
+    """Ratio of perplexities on the same windows with its interval, as text."""
+    if row is reference or len(row["window_nll"]) != len(reference["window_nll"]):
+        return "-"
+    summary = summarise(*(torch.tensor(r["window_nll"], dtype=torch.float64) for r in (row, reference)))
+    return with_interval(summary["ratio_to_reference"], summary["ratio_ci95"], 3)
+
+
+def section_dense(run):
+    """Dense baselines first: when one is off, everything below says so. Returns (blocks, names of what is off)."""
+    rows, off = [], []
+    for kind in ("ppl", "qa", "mmlu"):
+        ours = cells(run, kind, "dense")
+        theirs = {name: value for r in paper.paper()["results"] if r["n_pruned"] == 0
+                  and r["model"] == (run.preset if run.in_paper else paper.STAND_IN) for name, value in r["values"].items()}
+        for name, cell in ours.items():
+            judged = verdict({name: cell}, theirs, not run.in_paper)
+            off += [name] if judged.startswith("differs") else []
+            printed = f"{theirs[name]:.2f}" if name in theirs else "-"
+            difference = f"{cell.value - theirs[name]:+.2f}" if name in theirs and run.in_paper else "-"
+            rows.append((name, str(cell), printed, difference, judged if name in theirs else cell.reason or "-"))
+    if not rows:
+        return [], []
+    head = ("dense model", "ours [95 %]", paper_name(run), "difference", "verdict")
+    return [Heading(2, "Dense baselines"), Table(head, tuple(rows))], off
+
+
+def paper_name(run, n=None):
+    model = "paper" if run.in_paper else f"paper, {paper.STAND_IN}"
+    return model if n is None or run.in_paper else f"{model} at {n}"
+
+
+def section_layers(run):
+    """Table 7: what every selection removed, beside the published indices."""
+    rows = []
+    for path, s in run.selections:
+        score = max((c["score"] for c in s["scores"] if "start" in c), default=None) if s["metric"] == "cosine" else None
+        method = f"{s['metric']}" + ("" if score is None else f", {score:.4f}")
+        rows.append((s["n_prune"], method, ", ".join(map(block, s["runs"])) or "none", f"{s['parameters']['removed']:,}",
+                     f"{s['parameters']['ratio_percent']:.2f}", f"{s['parameters']['ratio_with_patch_percent']:.2f}",
+                     _published(run, s)))
+    if not rows:
+        return []
+    return [Heading(2, "Table 7: layers removed"), Text(
+        "Blocks are half-open and 0-based. For cosine the score of eq. (2) is behind the name. The ratio counts all "
+        "parameters; the last but one column subtracts a C x C matrix per run, as the paper's rows do."),
+        Table(("n", "metric", "layers removed", "parameters", "ratio %", "with patch %", "published"), tuple(rows))]
+
+
+def _published(run, s):
+    methods = {"cosine": ("linearpatch[S/L]", "linearpatch[L]"), "shortgpt": ("linearpatch[S/L]", "linearpatch[S]"),
+               "sleb": ("sleb",), "taylor+": ("taylor+",)}.get(s["metric"], ())
+    found = [r for r in paper.paper()["selections"] if r["model"] == run.preset and r["n_pruned"] == s["n_prune"]
+             and r["method"] in methods]
+    if not found:
+        return "-"
+    theirs = found[0]["removed_layers"]
+    if sorted(theirs) == sorted(s["removed"]):
+        return "agrees" + (" in order" if theirs == s["order"] else "")
+    return f"differs: {theirs}"
+
+
+def section_main(run):
+    """Perplexity of the cosine block for every n: dense, vanilla, +d, +P, +FT, paired against vanilla."""
+    names = [(n or 0, MAIN[name], variant) for variant in run.variants for name, n in [split_name(variant)] if name in MAIN]
+    return _perplexities(run, "Perplexity of the block chosen by cosine", sorted(
+        names, key=lambda entry: (entry[0], list(MAIN.values()).index(entry[1]))))
+
+
+def _perplexities(run, title, names):
+    """names: [(n, label, variant)]. One table a corpus."""
+    blocks = []
+    for dataset in dict.fromkeys(row["dataset"] for row in run.rows("ppl")):
+        rows = {row["variant"]: row for row in run.rows("ppl") if row["dataset"] == dataset}
+        vanilla = {tuple(row["removed"]): row for row in rows.values() if row["scaling"] == "vanilla"}
+        body = []
+        for n, label, variant in names:
+            if variant in rows:
+                row, reference = rows[variant], vanilla.get(tuple(rows[variant]["removed"]))
+                body.append((n, label, with_interval(row["ppl"], row["ppl_ci95"]), _paired(row, reference) if reference else "-"))
+        if body:
+            blocks += [Heading(3, dataset), Table(("n", "variant", "perplexity", "of vanilla"), tuple(body))]
+    return [Heading(2, title), Text(
+        "Intervals: 95 %, over windows; 'of vanilla' is the ratio of perplexities on the same windows (paired), below 1 "
+        "where the patch helps."), *blocks] if blocks else []
+
+
+def section_table(run, table, off):
+    """One table of the paper: our cells, the paper's, the difference and a verdict for every method and n."""
+    own = {row.variant for row in table.rows} - (set(MAIN) if table.numbers != (5,) else {"dense"})
+    ns = sorted({n for name, n in map(split_name, run.variants) if n and name in own}, reverse=True)
+    body, columns, notes = [], [], []
+    for n in ns:
+        depth = n if run.in_paper else min(paper.depths(table, paper.STAND_IN) or [n], key=lambda d: abs(d - n))
+        for row in (paper.DENSE, *table.rows):
+            ours = {name: cell for kind in table.kinds
+                    for name, cell in cells(run, kind, row.variant if row is paper.DENSE else f"{row.variant}-n{n}").items()}
+            if not ours or (row is paper.DENSE and n != ns[0]):
+                continue
+            at = 0 if row is paper.DENSE else depth
+            theirs = paper.find(table, run.preset if run.in_paper else paper.STAND_IN, at, row) or {}
+            wanted = ours if run.in_paper else [*ours, *(name for name in theirs if name in _columns(table, run))]
+            columns += [name for name in wanted if name not in columns]
+            body.append((n if at else 0, row.label, ours, theirs, depth))
+            if run.in_paper:
+                notes += [f"the paper prints {column} {printed:.2f} for {row.label}; the mean of its own columns is {mean:.2f}"
+                          for column, printed, mean in paper.misprints(table, run.preset, n, row)]
+    if not body:
+        return []
+    rows = []
+    for n, label, ours, theirs, depth in body:
+        rows.append((n, label, "ours", *(str(ours[c]) if c in ours else "-" for c in columns), ""))
+        if any(c in theirs for c in columns):
+            printed = [f"{theirs[c]:.2f}" if c in theirs else "-" for c in columns]
+            rows.append(("", "", paper_name(run, depth if n else None), *printed, "" if run.in_paper else verdict(ours, theirs, True)))
+            if run.in_paper:
+                changes = [f"{ours[c].value - theirs[c]:+.2f}" if c in ours and c in theirs else "-" for c in columns]
+                rows.append(("", "", "difference", *changes, verdict(ours, theirs, False)))
+    blocks = [Heading(2, f"{table.name}: {table.title}")]
+    if off and run.in_paper:
+        blocks.append(Text(f"The dense model is off in {', '.join(off)} (see above), and so is what follows.", note=True))
+    blocks.append(Table(("n", "method", "from", *columns, "verdict"), tuple(rows)))
+    return blocks + ([Items(tuple(dict.fromkeys(notes)))] if notes else [])
+
+
+def _columns(table, run):
+    """The paper's columns of what this run has evaluated for a table."""
+    names = {"ppl": (*paper.PERPLEXITY, "ppl_avg"), "qa": (*paper.QUESTIONS, "qa_avg", "retained_performance"),
+             "mmlu": tuple(paper.MMLU)}
+    return [name for kind in table.kinds if run.rows(kind) for name in names[kind]]
+
+
+def section_metrics(run):
+    """Every metric side by side at every n: what goes, and perplexity alone and with the patch."""
+    datasets = list(dict.fromkeys(row["dataset"] for row in run.rows("ppl")))
+    values = {(row["variant"], row["dataset"]): f"{row['ppl']:.2f}" for row in run.rows("ppl")}
+    body, metrics = [], []
+    for _, s in run.selections:
+        alone, patched = (("vanilla", "P") if s["metric"] == "cosine" else (s["metric"], f"{s['metric']}+P"))
+        names = [f"{name}-n{s['n_prune']}" for name in (alone, patched)]
+        if any(name in run.variants for name in names):
+            metrics.append(s["metric"])
+            body.append((s["n_prune"], s["metric"], ", ".join(map(str, s["removed"])) or "none",
+                         *(values.get((name, dataset), "-") for dataset in datasets for name in names)))
+    if len(set(metrics)) < 3:
+        return []
+    head = ("n", "metric", "removed", *(f"{d}{p}" for d in datasets for p in ("", " +P")))
+    return [Heading(2, "Selection metrics side by side"), Text(
+        "Perplexity of the pruned model alone and with one Hadamard patch per run."), Table(head, tuple(body)),
+        *_figure(run, "metrics")]
+
+
+def section_responses(run):
+    """The ablations of the author responses: random start, d alone tuned, calibration on other corpora."""
+    labels = {"random_start": "P from a random start, tuned", "d_tuned": "d without H, tuned"}
+    names = [(n, labels.get(name, name.replace("P-from-", "P calibrated on ")), variant) for variant in run.variants
+             for name, n in [split_name(variant)] if name in labels or name.startswith("P-from-")]
+    if not names:
+        return []
+    n = names[0][0]
+    compare = [(n, MAIN[name], f"{name}-n{n}") for name in ("vanilla", "P", "FT")]
+    return _perplexities(run, "Ablations of the author responses", compare + names)
+
+
+def section_rest(run, seen):
+    """Variants that no table above has shown."""
+    names = [(n or "-", variant, variant) for variant in run.variants if variant not in seen
+             for _, n in [split_name(variant)]]
+    return _perplexities(run, "Other variants", names) if names else []
+
+
+def section_other_evaluations(run, tables_shown):
+    """Question answering and MMLU of variants when no table of the paper was shown for them."""
+    blocks = []
+    for kind, title, numbers in (("qa", "Question answering", (1, 14)), ("mmlu", "MMLU, five-shot", (16,))):
+        if not run.rows(kind) or numbers in tables_shown:
+            continue
+        variants = list(dict.fromkeys(row["variant"] for row in run.rows(kind)))
+        found = {variant: cells(run, kind, variant) for variant in variants}
+        columns = list(dict.fromkeys(name for own in found.values() for name in own))
+        blocks += [Heading(2, title), Table(("variant", *columns), tuple(
+            (variant, *(str(own[c]) if c in own else "-" for c in columns)) for variant, own in found.items()))]
+    return blocks
+
+
+def section_sigma(run):
+    rows = {(r["end"] - r["start"], r["start"]): (
+        r["end"] - r["start"], block((r["start"], r["end"])), f"{r['sigma_d']:.1f}", f"{r['sigma_d_rotated']:.1f}",
+        f"{r['log_sigma_d']:.3f}", f"{r['log_sigma_d_rotated']:.3f}", r["windows"])
+        for _, header in run.patches for r in header.get("sigma_d", ())}
+    if not rows:
+        return []
+    return [Heading(2, "Spread of the scaling over tokens, eq. (4)"), Text(
+        "sigma_d has near-zero denominators and so heavy tails; the same of the logarithm of the ratio is its robust companion."),
+        Table(("n", "block", "sigma_d raw", "sigma_d rotated", "log raw", "log rotated", "windows"),
+              tuple(rows[place] for place in sorted(rows)))]
+
+
+def _figure(run, name):
+    return [Figure(run.figures[name], CAPTIONS.get(name, name))] if name in run.figures else []
+
+
+def section_figures(run):
+    blocks = [part for name in run.figures if name != "metrics" for part in _figure(run, name)]
+    return [Heading(2, "Figures"), *blocks] if blocks else []
+
+
+def section_overhead(run):
+    """Section 4.4: the patch against LLM-Streamline's network, whole models, and the size of the teacher's cache."""
+    blocks = []
+    for content in run.evaluations["overhead"]:
+        blocks.append(Heading(2, "Section 4.4: overhead and storage"))
+        for part in content["results"]:
+            blocks += [Heading(3, part["title"]), *([Text(part["text"])] if part.get("text") else []),
+                       Table(tuple(part["head"]), tuple(map(tuple, part["rows"])))]
+    return blocks
+
+
+def section_cost(run):
+    """Time and peak memory of each artifact's own call."""
+    rows = [(str(path.relative_to(run.folder)), f"{content['provenance']['wall_seconds']:.1f}",
+             f"{content['provenance']['peak_memory_bytes'] / 2**20:.0f}", content["provenance"].get("device", "-"))
+            for path, content in run.artifacts]
+    return [Heading(2, "Time and memory"), Table(("artifact", "seconds", "peak memory MiB", "device"), tuple(rows))]
+
+
+def section_protocol(run):
+    lines = [f"Calibration: {describe(s['calibration'])}." for _, s in run.selections if s["calibration"]]
+    lines = list(dict.fromkeys(lines))
+    seen = {}
+    for row in run.rows("ppl"):
+        seen.setdefault(row["dataset"], row["corpus"])
+    lines += [f"Evaluation on {dataset}: {describe(corpus)}." for dataset, corpus in seen.items()]
+    for content in run.evaluations["qa"][:1]:
+        counts = {row["task"]: f"{row['task']} {row['n']} ({row['metric']})" for row in content["results"]}
+        lines.append(f"Question answering: {content['harness']}, zero-shot, {content['bos']}; items and metric: "
+                     f"{', '.join(counts.values())}.")
+    for content in run.evaluations["mmlu"][:1]:
+        lines.append(f"MMLU: five examples, answer tokens {content['answer_tokens']['convention']} "
+                     f"{content['answer_tokens']['ids']}.")
+    for content in run.evaluations["ppl"][:1]:
+        lines.append(f"Model computed in {content['protocol']['dtype']}; statistics and patches in float32 or better.")
+    headers = [header for _, header in run.patches]
+    lines += sorted({f"Rotation: {h['rotation']['construction']}." for h in headers if "rotation" in h})
+    lines += sorted({f"Estimator of d: {h['estimator']}." for h in headers if h.get("estimator")})
+    lines.append("Verdicts: 'agrees' where the paper's value lies inside our 95 % interval; a cell measured on other text, "
+                 "fewer items or another model is not comparable.")
+    return [Heading(2, "Protocol"), Items(tuple(lines))]
+
+
+def blocks_of(run):
+    """All blocks of the report. Raises UserError when the run directory holds nothing."""
+    holders = [s for _, s in run.selections] + [h for _, h in run.patches]
+    holders += [content for kind in ("ppl", "qa", "mmlu") for content in run.evaluations[kind]]
+    if not holders:
+        raise UserError(f"{run.folder}: holds no artifacts; run 'bash run_all.sh {run.preset}' first")
+    dense, off = section_dense(run)
+    blocks = [Heading(1, f"{run.preset}: layer pruning with and without LinearPatch"),
+              *section_summary(run, holders[0]["model"]), *dense]
+    if off:
+        blocks.append(Text(f"The dense model is off in {', '.join(off)}: check data, tokenizer and dtype before reading on.",
+                           note=True))
+    blocks += [*section_layers(run), *section_main(run)]
+    shown, seen = set(), {"dense"} | {v for v in run.variants if split_name(v)[0] in MAIN}
+    for table in paper.TABLES:
+        part = section_table(run, table, off)
+        if part:
+            shown.add(table.numbers)
+            seen |= {v for v in run.variants if split_name(v)[0] in {row.variant for row in table.rows}}
+            blocks += part
+    metrics = section_metrics(run)
+    seen |= {v for v in run.variants if metrics and split_name(v)[0].removesuffix("+P") in {s["metric"] for _, s in run.selections}}
+    seen |= {v for v in run.variants if split_name(v)[0] in ("random_start", "d_tuned") or v.startswith("P-from-")}
+    return [*blocks, *metrics, *section_responses(run), *section_rest(run, seen), *section_other_evaluations(run, shown),
+            *section_sigma(run), *section_figures(run), *section_overhead(run), *section_cost(run), *section_protocol(run)]
 
 
 def write_report(folder):
-    """Write report.md from what the run directory holds. Raises UserError when it holds nothing."""
-    folder = Path(folder)
-    found, headers = selections(folder), patch_headers(folder)
-    ppl = read_json(folder / "ppl.json", "ppl") if (folder / "ppl.json").is_file() else {}
-    if not (found or headers or ppl):
-        raise UserError(f"{folder}: holds no artifacts; run 'bash run_all.sh {folder.name}' first")
-    results = ppl.get("results", [])
-    model = (ppl or found[0] if found or ppl else headers[0])["model"]
-    parts = [f"# {folder.name}: layer pruning with and without LinearPatch",
-             f"Model {model['label']}, {model['num_layers']} layers, hidden size {model['hidden_size']}, "
-             f"weights sha256 {model['fingerprint'][:16]}" + (f", revision {model['revision']}" if model["revision"] else "")
-             + "."]
-    parts.append(section_blocks(found) if found else "")
-    parts.append(section_perplexity(results, folder.name) if results else "")
-    parts += [section_extra(path) for path in sorted(folder.glob("*.json")) if path.name != "ppl.json"]
-    parts += [section_sigma(headers), section_cost(folder),
-              section_protocol(found, results, headers, ppl.get("protocol"))]
-    text = "\n\n".join(part for part in parts if part) + "\n"
-    with atomic_path(folder / "report.md") as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    """Write report.md and report.html of a run directory; returns the Markdown text. Raises UserError when it is empty."""
+    run = Run(folder)
+    blocks = blocks_of(run)
+    text = markdown(blocks, run.folder)
+    for name, content in (("report.md", text), ("report.html", html_page(blocks[0].text, blocks))):
+        with atomic_path(run.folder / name) as temporary:
+            temporary.write_text(content, encoding="utf-8")
     return text
 
 
@@ -215,7 +564,7 @@ def main():
     p.add_argument("folder", type=Path)
     args = p.parse_args()
     print(write_report(args.folder))
-    print(f"wrote {args.folder / 'report.md'}")
+    print(f"wrote {args.folder / 'report.md'} and {args.folder / 'report.html'}")
 
 
 if __name__ == "__main__":

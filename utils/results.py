@@ -12,13 +12,14 @@ class EarlierRows:
 
     A row's key is 'VARIANT:PROTOCOL', two shortened sha256: what the variant computes, and the model, data and
     settings. Equal keys mean equal rows, so an interrupted call goes on where it stopped. With `add` (--add) the rows
-    of other variants under the same protocols stay in the file as well.
+    of other variants and of other data stay in the file as well. data: the field of a row that names its corpus.
     """
 
-    def __init__(self, path, kind, force=False, add=False):
-        rows = read_json(path, kind)["results"] if Path(path).exists() and not force else []
-        self.rows = {row["key"]: row for row in rows if "key" in row}
-        self.add = add
+    def __init__(self, path, kind, data, source, force=False, add=False):
+        content = read_json(path, kind) if Path(path).exists() and not force else {"results": []}
+        self.rows = {row["key"]: row for row in content["results"] if "key" in row and data in row}
+        self.data = data
+        self.add = add and content.get("model", {}).get("fingerprint") == source.fingerprint
 
     def find(self, variant, protocol):
         """The row of this variant and protocol under the variant's present name, or None."""
@@ -26,10 +27,14 @@ class EarlierRows:
         return None if row is None else {**row, "variant": variant.name}
 
     def others(self, variants, protocols):
-        """Rows of variants that this call does not name, of the given protocols only; none without `add`."""
-        names, wanted = {variant.name for variant in variants}, {_short(protocol) for protocol in protocols}
-        return [row for name, row in self.rows.items()
-                if self.add and row["variant"] not in names and name.partition(":")[2] in wanted]
+        """Rows to keep under --add; protocols: {corpus: protocol} of this call.
+
+        Of these corpora, rows of variants that this call does not name, and only under the same protocol.
+        """
+        names, wanted = {variant.name for variant in variants}, {name: _short(p) for name, p in protocols.items()}
+        return [row for name, row in self.rows.items() if self.add and (
+            row[self.data] not in wanted or
+            (row["variant"] not in names and name.partition(":")[2] == wanted[row[self.data]]))]
 
 
 def key(variant, protocol):

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from utils.activations import Stats, collect
-from utils.artifacts import Stopwatch, read_json, reusable
+from utils.artifacts import Stopwatch, read_header, read_json, recipe_difference, reusable
 from utils.cli import seed_everything
 from utils.corpora import calibration_windows
 from utils.errors import UserError
@@ -86,12 +86,26 @@ class Session:
         recipe = {"model": self.source.identity(), "token_ids_sha256": windows.info["token_ids_sha256"],
                   "samples": len(windows.ids), "seq_len": windows.ids.shape[1], "dtype": self.dtype_name,
                   "rotation": turn.info()}
+        if self._holds_more(path, recipe):
+            print(f"{path}: its first {len(windows.ids)} windows are these (--force recomputes)")
+            return Stats.load(path)[0].first(len(windows.ids)), recipe, windows.info
         if reusable(path, "stats", recipe, self.args.force):
             return Stats.load(path)[0], recipe, windows.info
         stats = collect(self.decoder, windows.ids, turn, self.args.batch_size)
         stats.save(path, {"recipe": recipe, "model": recipe["model"], "calibration": windows.info,
                           "provenance": self.watch.provenance(self.decoder)})
         return stats, recipe, windows.info
+
+    def _holds_more(self, path, recipe):
+        """Whether `path` has statistics of more windows, the first of which are those of `recipe`."""
+        if self.args.force or not path.exists():
+            return False
+        found = read_header(path, "stats")["recipe"]
+        changed = {**found, "samples": recipe["samples"], "token_ids_sha256": recipe["token_ids_sha256"]}
+        if not isinstance(found.get("samples"), int) or found["samples"] <= recipe["samples"] or (
+                recipe_difference(changed, recipe)):
+            return False
+        return self.calibration(samples=found["samples"]).info["token_ids_sha256"] == found["token_ids_sha256"]
 
     def read_selection(self, path):
         """A selection artifact made for this model. Raises UserError."""
@@ -108,7 +122,7 @@ class Session:
     def variants(self):
         """Variants of --selection and --patch behind the model itself, each printed with its depth and checksum.
 
-        Files may be named NAME=FILE; the word dense stands for the model itself. Raises UserError on a double name.
+        Files may be named NAME=FILE; the word dense, or NAME=dense, stands for the model itself. Raises UserError on a double name.
         """
         args, found = self.args, {}
         given = [("selection", text) for text in args.selection] + [("patch", text) for text in args.patch]
@@ -120,8 +134,8 @@ class Session:
                 name, path = ("dense" if text == "dense" else _variant_name(text)), text
             if name == "dense" and text != "dense":
                 raise UserError(f"{text}: dense is the name of the model itself; choose another")
-            if text == "dense":
-                variant = Variant("dense")
+            if path == "dense":
+                variant = Variant(name)
             elif kind == "patch":
                 variant = self.read_patch(path, name)
             else:
