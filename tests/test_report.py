@@ -6,15 +6,20 @@ import os
 import shlex
 import subprocess
 import sys
+from html.parser import HTMLParser
 
 import pytest
 
 from tests.conftest import ROOT
 from tests.test_scripts import calibrate, ppl, prune
+from utils import paper
+from utils.artifacts import write_json
 from utils.errors import UserError
-from utils.report import write_report
+from utils.render import Table, Text, html_page, markdown
+from utils.report import Cell, verdict, write_report
 
-TARGETS = ["", "table7", "table5", "table2", "table3", "table4", "table9", "table10", "responses"]
+TARGETS = ["", *(f"table{number}" for number in range(1, 17) if number != 6), "metrics", "fig1", "fig2", "fig4", "overhead",
+           "storage", "responses"]
 PRESETS = ["smollm2-135m", "llama2-7b", "llama2-13b", "llama3-8b", "baichuan2-7b", "deepseek-r1-qwen-7b",
            "deepseek-r1-llama-8b"]
 
@@ -27,8 +32,8 @@ def run_folder(script, folders, tmp_path, text):
     for scaling in ("diagonal", "hadamard"):
         calibrate(script, folder, n2, text, "--scaling", scaling, "--stats", tmp_path / "stats.safetensors",
                   "--sigma-windows", 2, name=f"patch_{scaling}.safetensors")
-    ppl(script, folder, tmp_path, text, "--selection", f"vanilla={n2}/selection.json", "--patch",
-        f"d={n2}/patch_diagonal.safetensors", f"P={n2}/patch_hadamard.safetensors")
+    ppl(script, folder, tmp_path, text, "--selection", f"vanilla-n2={n2}/selection.json", "--patch",
+        f"d-n2={n2}/patch_diagonal.safetensors", f"P-n2={n2}/patch_hadamard.safetensors", f"own={n2}/patch_hadamard.safetensors")
     code, _, err = script("distill", "--model", folder, "--patch", n2 / "patch_hadamard.safetensors", "--train-data", text,
                           "--train-samples", 2, "--val-samples", 1, "--seq-len", 32, "--out", n2 / "ft.safetensors")
     assert code == 0, err
@@ -38,14 +43,120 @@ def run_folder(script, folders, tmp_path, text):
 def test_the_report_has_its_tables(run_folder):
     report = write_report(run_folder)
     assert report == (run_folder / "report.md").read_text()
-    assert "| 2 | [2, 4) | 1.0000 |" in report
+    assert "| 2 | cosine, 1.0000 | [2, 4) |" in report
     dense = next(row for row in json.loads((run_folder / "ppl.json").read_text())["results"] if row["variant"] == "dense")
     low, high = dense["ppl_ci95"]
     assert f"| 0 | dense | {dense['ppl']:.2f} [{low:.2f}, {high:.2f}] | - |" in report
     for label in ("+d", "+P"):  # the removed layers do nothing, so the patch changes nothing
         assert f"| 2 | {label} | {dense['ppl']:.2f} [{low:.2f}, {high:.2f}] | 1.000 [1.000, 1.000] |" in report
-    for part in ("sigma_d", "Time and memory", "stats.safetensors", "Protocol", "scored=", "BOS", "float32"):
+    for part in ("Summary", "Hardware", "sigma_d", "Time and memory", "stats.safetensors", "Protocol", "scored=", "BOS",
+                 "float32", "not comparable: other model", "Table 5", "Other variants", "| 2 | own | "):
         assert part in report
+
+
+class Page(HTMLParser):
+    """Collects the cells of a page and everything that it would load."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.cells, self.loads = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.loads += [value for name, value in attrs if name in ("src", "href")]
+        if tag not in ("meta", "img", "br"):
+            self.open.append(tag)
+        if tag in ("td", "th"):
+            self.cells.append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("td", "th"):
+            self.cells[-1] += data
+
+
+def test_the_page_is_well_formed_needs_no_other_file_and_says_the_same(run_folder):
+    (run_folder / "figures").mkdir()
+    picture = run_folder / "figures" / "figure_1a.png"
+    picture.write_bytes(b"\x89PNG not really")
+    text = write_report(run_folder)
+    assert "![" in text and "(figures/figure_1a.png)" in text
+    page = Page((run_folder / "report.html").read_text())
+    assert page.open == [] and [load[:22] for load in page.loads] == ["data:image/png;base64,"]
+    cells = [cell.strip() for line in text.splitlines() if line.startswith("| ") for cell in line.strip("| ").split(" | ")]
+    assert [cell for cell in page.cells if cell] == [cell for cell in cells if cell.strip("|")]
+
+
+def test_html_is_escaped():
+    page = html_page("<t>", [Text("a < b & `<code>`"), Table(("x", "y"), (("<script>", "1|2"),))])
+    assert "<script>" not in page and "&lt;script&gt;" in page and "<code>&lt;code&gt;</code>" in page
+    assert "1\\|2" in markdown([Table(("x", "y"), (("z", "1|2"),))], ".")
+
+
+def test_verdicts():
+    inside, outside = Cell(5.5, (5.4, 5.6), None), Cell(7.0, (6.9, 7.05), None)
+    limited = Cell(9.0, (8.0, 10.0), "first 4 of 98 windows")
+    theirs = {"wikitext2": 5.47, "c4": 7.1, "ptb": 9.5}
+    assert verdict({"wikitext2": inside}, theirs, False) == "agrees"
+    assert verdict({"wikitext2": inside, "c4": outside, "ptb": limited}, theirs, False) == "differs: c4"
+    assert verdict({"ptb": limited}, theirs, False) == "not comparable: first 4 of 98 windows"
+    assert verdict({"wikitext2": inside}, theirs, True) == "not comparable: other model"
+    assert verdict({"wikitext2": inside}, {}, False) == "no value of the paper"
+
+
+def papers_own_run(folder, model, table, changes=()):
+    """A run directory whose perplexities are the paper's own for one table, but for `changes`."""
+    results = []
+    for row in (paper.DENSE, *table.rows):
+        n = 0 if row is paper.DENSE else paper.depths(table, model)[0]
+        name = row.variant if row is paper.DENSE else f"{row.variant}-n{n}"
+        for dataset, value in (paper.find(table, model, n, row) or {}).items():
+            if dataset in paper.PERPLEXITY:
+                value = dict(changes).get((name, dataset), value)
+                results.append({"variant": name, "dataset": dataset, "ppl": value, "ppl_ci95": [0.99 * value, 1.01 * value],
+                                "seq_len": 2048, "windows": 100, "corpus": {"windows_available": 100}, "removed": list(range(n)),
+                                "scaling": None, "window_nll": [1.0, 2.0]})
+    identity = {"label": model, "num_layers": 32, "hidden_size": 4096, "fingerprint": "0" * 64, "revision": None}
+    folder = folder / model
+    folder.mkdir()
+    write_json(folder / "ppl.json", "ppl", {"model": identity, "results": results, "protocol": {"dtype": "bfloat16"},
+                                            "provenance": {"wall_seconds": 1.0, "peak_memory_bytes": 1}})
+    return folder
+
+
+@pytest.fixture
+def no_corpora(monkeypatch):
+    monkeypatch.setattr("utils.report.describe", lambda info: "made up")
+
+
+def test_a_run_with_the_papers_values_agrees(tmp_path, no_corpora):
+    table = next(t for t in paper.TABLES if t.numbers == (15,))
+    report = write_report(papers_own_run(tmp_path, "llama2-7b", table))
+    part = report.split("## Table 15")[1].split("\n## ")[0]
+    assert part.count("| agrees |") == 7 and "differs" not in part and "| 35.68" in part and "| +0.00 |" in part
+    assert "off in" not in report
+
+
+def test_a_dense_model_that_is_off_taints_what_follows(tmp_path, no_corpora):
+    table = next(t for t in paper.TABLES if t.numbers == (15,))
+    report = write_report(papers_own_run(tmp_path, "llama2-7b", table, {("dense", "c4"): 7.26}.items()))
+    assert "| c4 | 7.26 [7.19, 7.33] | 6.97 | +0.29 | differs: c4 |" in report
+    assert "The dense model is off in c4: check" in report
+    assert "The dense model is off in c4 (see above)" in report.split("## Table 15")[1].split("\n## ")[0]
+
+
+def test_every_row_of_every_table_is_tied_to_the_papers_data():
+    used = set()
+    for table in paper.TABLES:
+        for row in (paper.DENSE, *table.rows):
+            hits = [index for index, r in enumerate(paper.paper()["results"]) if r["table"] in table.numbers
+                    and r["method"] in row.methods and all(r.get(k) == v for k, v in row.fields.items())]
+            assert hits or row is paper.DENSE, (table.numbers, row)
+            used |= set(hits)
+    left = [r for index, r in enumerate(paper.paper()["results"]) if index not in used]
+    assert left == []
 
 
 @pytest.mark.parametrize("gone", ["ppl.json", "n2/selection.json", "n2/patch_diagonal.safetensors", "stats.safetensors"])
@@ -74,11 +185,11 @@ def test_every_command_of_every_target_names_existing_scripts_and_flags(preset, 
         for line in done.stdout.splitlines():
             words = shlex.split(line.removeprefix("+ "))
             assert words[0] == "python"
-            if words[1] == "-m":
-                assert words[2] == "utils.report"
+            if words[1:3] == ["-m", "utils.report"]:
                 continue
-            monkeypatch.setattr(sys, "argv", words[1:])
-            importlib.import_module(words[1].removesuffix(".py")).arguments()  # exits on an unknown flag
+            words = words[2:] if words[1] == "-m" else words[1:]
+            monkeypatch.setattr(sys, "argv", words)
+            importlib.import_module(words[0].removesuffix(".py")).arguments()  # exits on an unknown flag
             seen += 1
     assert seen > 30
 
@@ -86,7 +197,7 @@ def test_every_command_of_every_target_names_existing_scripts_and_flags(preset, 
 def test_the_papers_sizes_for_the_papers_models():
     lines = dry_run("llama2-7b", "table5").stdout
     assert "--calib-samples 128 --seq-len 2048" in lines and "--train-samples 5000" in lines
-    assert "--datasets wikitext2 c4 ptb --seq-len 2048 --out" in lines and "--limit-windows" not in lines
+    assert "--datasets wikitext2 c4 ptb --seq-len 2048 --add --out" in lines and "--limit-windows" not in lines
 
 
 def test_presets_and_targets_are_listed_and_checked():

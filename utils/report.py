@@ -335,7 +335,8 @@ def _published(run, s):
 
 def section_main(run):
     """Perplexity of the cosine block for every n: dense, vanilla, +d, +P, +FT, paired against vanilla."""
-    names = [(n or 0, MAIN[name], variant) for variant in run.variants for name, n in [split_name(variant)] if name in MAIN]
+    names = [(n or 0, MAIN[name], variant) for variant in run.variants for name, n in [split_name(variant)]
+             if name in MAIN and (n or name == "dense")]
     return _perplexities(run, "Perplexity of the block chosen by cosine", sorted(
         names, key=lambda entry: (entry[0], list(MAIN.values()).index(entry[1]))))
 
@@ -350,7 +351,7 @@ def _perplexities(run, title, names):
         for n, label, variant in names:
             if variant in rows:
                 row, reference = rows[variant], vanilla.get(tuple(rows[variant]["removed"]))
-                body.append((n, label, with_interval(row["ppl"], row["ppl_ci95"]), _paired(row, reference) if reference else "-"))
+                body.append((len(row["removed"]) if n is None else n, label, with_interval(row["ppl"], row["ppl_ci95"]), _paired(row, reference) if reference else "-"))
         if body:
             blocks += [Heading(3, dataset), Table(("n", "variant", "perplexity", "of vanilla"), tuple(body))]
     return [Heading(2, title), Text(
@@ -437,8 +438,7 @@ def section_responses(run):
 
 def section_rest(run, seen):
     """Variants that no table above has shown."""
-    names = [(n or "-", variant, variant) for variant in run.variants if variant not in seen
-             for _, n in [split_name(variant)]]
+    names = [(None, variant, variant) for variant in run.variants if variant not in seen]
     return _perplexities(run, "Other variants", names) if names else []
 
 
@@ -534,7 +534,7 @@ def blocks_of(run):
         blocks.append(Text(f"The dense model is off in {', '.join(off)}: check data, tokenizer and dtype before reading on.",
                            note=True))
     blocks += [*section_layers(run), *section_main(run)]
-    shown, seen = set(), {"dense"} | {v for v in run.variants if split_name(v)[0] in MAIN}
+    shown, seen = set(), {v for v in run.variants if split_name(v)[0] in MAIN and (split_name(v)[1] or v == "dense")}
     for table in paper.TABLES:
         part = section_table(run, table, off)
         if part:
