@@ -254,3 +254,90 @@ def test_help_shows_a_command(script):
     for name in ("prune", "calibrate", "eval_ppl"):
         code, out, _ = script(name, "--help")
         assert code == 0 and f"python {name}.py" in out
+
+
+def test_several_selections_and_scalings_in_one_call_equal_single_calls(script, folders, tmp_path, text):
+    folder, paths = folders("llama"), []
+    for n in (1, 2):
+        prune(script, folder, tmp_path / f"n{n}", text, "--n-prune", n, "--stats", tmp_path / "stats.safetensors")
+        paths.append(tmp_path / f"n{n}" / "selection.json")
+    common = ("--model", folder, "--calib-data", text, *CALIB, "--stats", tmp_path / "stats.safetensors", "--sigma-windows", 2)
+    code, _, err = script("calibrate", *common, "--selection", *paths, "--scaling", "diagonal", "hadamard")
+    assert code == 0, err
+    for path in paths:
+        for scaling in ("diagonal", "hadamard"):
+            together = path.with_name(f"patch_{scaling}.safetensors")
+            alone = path.with_name("alone.safetensors")
+            script("calibrate", *common, "--selection", path, "--scaling", scaling, "--out", alone, "--force")
+            (a, x), (b, y) = (read_tensors(file, "patch") for file in (together, alone))
+            assert a["recipe"] == b["recipe"] and torch.equal(x["run0.d"], y["run0.d"])
+            assert a["sigma_d"][0]["sigma_d"] == pytest.approx(b["sigma_d"][0]["sigma_d"], rel=1e-6)
+    code, _, err = script("calibrate", *common, "--selection", *paths, "--out", tmp_path / "one.safetensors")
+    assert code == 2 and "--out" in err and not (tmp_path / "one.safetensors").exists()
+    twin = paths[0].with_name("twin.json")
+    twin.write_text(paths[0].read_text())
+    assert script("calibrate", *common, "--selection", paths[0], twin)[0] == 2
+
+
+def test_statistics_of_more_windows_hold_those_of_fewer(script, folders, tmp_path, text, monkeypatch):
+    folder, stats = folders("llama"), tmp_path / "stats.safetensors"
+    script("prune", "--model", folder, "--calib-data", text, "--calib-samples", 8, "--seq-len", 32, "--n-prune", 2, "--out",
+           tmp_path / "selection.json", "--stats", stats)
+    before = stats.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr("utils.session.collect", lambda *a, **k: pytest.fail("a forward pass ran"))
+        code, out, err = calibrate(script, folder, tmp_path, text, "--stats", stats)
+    assert code == 0 and "its first 4 windows are these" in out and stats.read_bytes() == before, err
+    assert calibrate(script, folder, tmp_path, text, "--stats", tmp_path / "own.safetensors", name="own.safetensors.patch.safetensors")[0] == 0
+    few, own = (read_tensors(tmp_path / name, "patch")[1] for name in ("patch.safetensors", "own.safetensors.patch.safetensors"))
+    torch.testing.assert_close(few["run0.d"], own["run0.d"], rtol=1e-6, atol=0)
+    code, out, _ = calibrate(script, folder, tmp_path, text, "--stats", stats, "--seed", 5)
+    assert code == 0 and "recomputing" in out and stats.read_bytes() != before  # other draws: not their first windows
+
+
+def test_rows_of_other_variants_stay_with_add_only_under_the_same_protocol(script, folders, tmp_path, text):
+    folder = folders("llama")
+    for layers in ("2", "3-4"):
+        script("prune", "--model", folder, "--layers", layers, "--out", tmp_path / f"s{layers}.json")
+
+    def call(layers, *more):
+        code, out, err = ppl(script, folder, tmp_path, text, "--selection", f"cut{layers}={tmp_path}/s{layers}.json", *more)
+        assert code == 0, err
+        return list(rows(tmp_path))
+
+    assert call("2") == ["dense", "cut2"]
+    first = rows(tmp_path)["cut2"]
+    assert call("3-4", "--add") == ["cut2", "dense", "cut3-4"] and rows(tmp_path)["cut2"] == first
+    assert call("3-4", "--add", "--limit-windows", 3) == ["dense", "cut3-4"]
+    assert call("2", "--limit-windows", 3) == ["dense", "cut2"]
+    other = tmp_path / "other.txt"
+    other.write_text(token_text(300, seed=9))
+    code, _, err = script("eval_ppl", "--model", folder, "--datasets", other, "--seq-len", 32, "--no-dense", "--patch",
+                          "itself=dense", "--add", "--out", tmp_path / "ppl.json")
+    assert code == 0 and list(rows(tmp_path)) == ["dense", "cut2", "itself"], err
+
+
+def test_a_killed_evaluation_goes_on_row_by_row(script, folders, tmp_path, monkeypatch):
+    items = tmp_path / "items.jsonl"
+    items.write_text("".join(json.dumps({"context": f"w{i} w{i + 1}", "choices": ["w5", "w9 w2"], "gold": i % 2}) + "\n"
+                             for i in range(6)))
+    second = tmp_path / "second.jsonl"
+    second.write_text(items.read_text().replace("w5", "w7"))
+    import eval_qa
+    calls, real = [], eval_qa.score
+
+    def dies(*args, **kwargs):
+        calls.append(kwargs["label"])
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    command = ("eval_qa", "--model", folders("llama"), "--tasks", items, second, "--out", tmp_path / "qa.json")
+    monkeypatch.setattr("eval_qa.score", dies)
+    assert script(*command)[0] == 130
+    code, out, _ = script(*command)
+    assert code == 0 and calls == ["items.jsonl", "second.jsonl", "second.jsonl"] and "1 of 2 rows reused" in out
+    resumed = json.loads((tmp_path / "qa.json").read_text())
+    assert script(*command, "--force")[0] == 0
+    fresh = json.loads((tmp_path / "qa.json").read_text())
+    assert resumed["results"] == fresh["results"] and resumed["summary"] == fresh["summary"]
