@@ -4,10 +4,13 @@ import gzip
 import json
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from datasets.arrow_writer import ArrowWriter
 
 from tests.conftest import ROOT
 from tests.tokenizers_for_tests import tok, tok_nobos
@@ -190,3 +193,43 @@ def test_the_nine_tasks_from_local_files(name):
 def test_a_file_without_gz_is_not_confused(tmp_path):
     split, file = LOCAL_FILES["race"]
     assert split == "test" and gzip.open(DATA / file).readline().startswith(b"{")
+
+
+def hub_stand_in(cache, repository, config, rows):
+    """A data set in the local cache of `datasets`, where a download from the hub would have left it."""
+    import datasets
+    owner, name = repository.split("/")
+    folder = cache / f"{owner}___{name}" / config / "0.0.0" / ("0" * 40)
+    folder.mkdir(parents=True)
+    table = datasets.Dataset.from_list(rows)
+    splits = {}
+    for split in ("train", "validation"):
+        with ArrowWriter(features=table.features, path=str(folder / f"{name}-{split}.arrow")) as writer:
+            for row in rows:
+                writer.write(row)
+            writer.finalize()
+        splits[split] = {"name": split, "num_bytes": 1000, "num_examples": len(rows), "dataset_name": name}
+    (folder / "dataset_info.json").write_text(json.dumps({
+        "builder_name": name, "dataset_name": name, "config_name": config, "splits": splits,
+        "version": {"version_str": "0.0.0", "major": 0, "minor": 0, "patch": 0}, "features": table.features.to_dict()}))
+
+
+def test_tasks_from_the_hub_come_out_of_its_cache_without_network(folders, tmp_path):
+    rows = [{"premise": f"The man turned on tap {i}.", "choice1": "The toilet filled.", "choice2": "Water flowed.",
+             "question": "effect", "idx": i, "label": i % 2} for i in range(5)]
+    hub_stand_in(tmp_path / "cache", "aps/super_glue", "copa", rows)
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "LINEARPATCH_DATA": "",
+                   "HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "home")}
+
+    def call(task):
+        return subprocess.run([sys.executable, "eval_qa.py", "--model", str(folders("llama")), "--tasks", task, "--out",
+                               str(tmp_path / "qa.json")], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+    done = call("copa")
+    assert done.returncode == 0, done.stderr
+    row = json.loads((tmp_path / "qa.json").read_text())["results"][0]
+    assert (row["task"], row["n"], row["metric"]) == ("copa", 5, "acc")
+    before = (tmp_path / "qa.json").read_bytes()
+    missing = call("boolq")
+    assert missing.returncode == 2 and "Traceback" not in missing.stderr, missing.stderr
+    assert "--data-dir" in missing.stderr and (tmp_path / "qa.json").read_bytes() == before

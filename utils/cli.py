@@ -37,7 +37,7 @@ def add_model_flags(p):
 
 def add_data_flags(p):
     """--data-dir."""
-    p.add_argument("--data-dir", type=Path, default=os.environ.get("LINEARPATCH_DATA"),
+    p.add_argument("--data-dir", type=Path, default=os.environ.get("LINEARPATCH_DATA") or None,
                    help="local copies of the data sets (also $LINEARPATCH_DATA); then no network is tried")
 
 
