@@ -103,8 +103,7 @@ class Session:
         selection = read_json(path, "selection")
         if "widths" in selection or selection.get("rdsc", "remove") != "remove":
             raise UserError(f"{path}: {selection.get('metric')} changed the weights that stay, which a selection cannot "
-                            "hold;
-pass the folder of prune.py --save-model as --model instead")
+                            "hold;\npass the folder of prune.py --save-model as --model instead")
         self.source.check_artifact(selection.get("model", {}), path)
         checked_layers(selection, self.source.shape[0], path)
         return selection

@@ -15,7 +15,7 @@ from utils.errors import UserError, WorkError
 from utils.models import Decoder, first_tensor
 from utils.patch import layer_lists
 from utils.selection import n_for_ratio
-from utils.surgery import importable, own_model, save_folder
+from utils.surgery import base_class, importable, own_model, save_folder
 from utils.variants import Variant
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -115,9 +115,8 @@ def _group_scores(decoder, index, weights, slopes, count):
     for name, weight in weights.items():
         groups = groups_of(name, widths)
         product = (weight.float() * slopes[name] / count).abs()
-        score = grouped(name, product, groups).flatten(1).double().sum(1).cpu() if product.device.type != "mps" else (
-            grouped(name, product, groups).flatten(1).sum(1).cpu().double())
-        (heads if name.startswith("self_attn") else channels).add_(score)
+        score = grouped(name, product, groups).flatten(1).sum(1)
+        (heads if name.startswith("self_attn") else channels).add_(score.cpu())
     if not (torch.isfinite(heads).all() and torch.isfinite(channels).all()):
         raise WorkError(f"{decoder.label}: non-finite gradients in layer {index}; use --dtype float32 or bfloat16")
     return heads, channels
@@ -130,14 +129,20 @@ def counts_for(target, num_layers, sizes, widths):
     whole head groups allow; the channels make up for the rest, so the total is within half a channel in every layer.
     Raises UserError when a layer would lose its last head group or channel.
     """
-    per_layer = target / max(num_layers, 1)
+    per_layer = target / num_layers
     whole = sizes[0] * widths["kv_heads"] + sizes[1] * widths["channels"]
     most_heads, most_channels = widths["kv_heads"] - 1, widths["channels"] - 1
+
+    def channels_beside(heads):
+        return math.floor((per_layer - sizes[0] * heads) / sizes[1] + 0.5)
+
     heads = min(math.floor(per_layer / whole * widths["kv_heads"] + 0.5), most_heads)
-    while sizes[0] * heads > per_layer + sizes[1] / 2:  # without a head group more than channels can make up for
+    while channels_beside(heads) < 0:
         heads -= 1
-    channels = math.floor((per_layer - sizes[0] * heads) / sizes[1] + 0.5)
-    if num_layers < 1 or channels > most_channels or heads < 0:
+    while channels_beside(heads) > most_channels and heads < most_heads:
+        heads += 1
+    channels = channels_beside(heads)
+    if channels > most_channels:
         most = num_layers * (sizes[0] * most_heads + sizes[1] * most_channels)
         raise UserError(f"--metric llm-pruner: {target:,.0f} parameters are to go, but its {num_layers} layers can lose at "
                         f"most {most:,}; lower --ratio or --n-prune, or lower --protect-first and --protect-last")
@@ -203,7 +208,7 @@ class LLMPruner:
     def select(self):
         """The fields of selection.json; keeps what `save` needs."""
         decoder, (total, per_layer) = self.session.decoder, self.session.parameters
-        if not importable(type(decoder.model)) and not self.session.source.is_ours:
+        if not importable(base_class(decoder.model)):
             raise UserError(f"{type(decoder.model).__name__}: comes with remote code, so a narrower folder cannot name its "
                             "class")
         widths = [widths_of(layer) for layer in decoder.layers]
@@ -236,9 +241,9 @@ class LLMPruner:
     def report(self, content):
         """Lines to print about a selection."""
         pruned, (first, last) = content["pruned_per_layer"], content["pruned_per_layer"]["layers"]
-        now, before = content["widths"][first], pruned
-        yield (f"layers [{first}, {last}): {before['head_groups']} of {now['kv_heads'] + before['head_groups']} head groups "
-               f"and {before['channels']} of {now['channels'] + before['channels']} MLP channels go in each")
+        now, heads, channels = content["widths"][first], pruned["head_groups"], pruned["channels"]
+        yield (f"layers [{first}, {last}): {heads} of {now['kv_heads'] + heads} head groups and {channels} of "
+               f"{now['channels'] + channels} MLP channels go in each")
         kept = sum(row["channels_kept"] for row in content["scores"])
         gone = sum(row["channels_pruned"] for row in content["scores"])
         yield f"the pruned channels carry {100 * gone / max(kept + gone, 1e-300):.2f} % of the channels' importance"
