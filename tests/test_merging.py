@@ -261,9 +261,12 @@ def test_layers_of_different_shapes_are_refused(tmp_path):
 def test_non_finite_states_are_a_failure(script, tmp_path, text):
     model = tiny()
     with torch.no_grad():
-        model.model.layers[5].mlp.down_proj.weight *= 1e20
-        model.model.layers[4].mlp.up_proj.weight *= 1e25
+        for index, sign in ((3, -1), (4, 1), (5, 1)):  # each finite, their merge is not: 3.6e38
+            layer = model.model.layers[index]
+            layer.input_layernorm.weight[0] = 0.01
+            layer.self_attn.v_proj.weight[0, 0] = sign * 1.2e38
+            layer.self_attn.o_proj.weight[:, [0, 16]] = 0
     folder = save(model, tmp_path / "m")
-    code, _, err = prune(script, folder, tmp_path / "o", text, "--metric", "laco", "--n-prune", 2, "--rdsc", "official",
-                         "--save-model", tmp_path / "out")
-    assert code == 1 and "non-finite" in err and not (tmp_path / "out").exists()
+    code, _, err = prune(script, folder, tmp_path / "o", text, *LACO, "--save-model", tmp_path / "out")
+    assert code == 1 and "non-finite hidden states after merging layers [4, 5] into 3" in err
+    assert not (tmp_path / "out").exists() and not (tmp_path / "o").exists()
