@@ -34,8 +34,9 @@ def arguments():
     which.add_argument("--layers", help="or: explicit list, for instance 23-29 or 3,5,7 (0-based, ends included); "
                                         "paper or paper:METHOD takes table 7, with --n-prune where it has several")
     p.add_argument("--metric", choices=(*METRICS, *BASELINES), default="cosine",
-                   help="cosine is eq. (2); laco merges layers, llm-pruner makes them narrower (4 to 29 of 32 layers, in "
-                        "proportion to the depth); both need --save-model and read 10 windows of 64 tokens by default")
+                   help="cosine is eq. (2); laco merges layers; llm-pruner makes layers narrower, by default 4 to 29 "
+                        "of 32 in proportion to the depth; both need --save-model and read 10 windows of 64 tokens "
+                        "unless told otherwise")
     p.add_argument("--protect-first", type=cli.non_negative, help="layers at the start that stay; default 1 (shortgpt 0)")
     p.add_argument("--protect-last", type=cli.non_negative, help="layers at the end that stay; default 1 (shortgpt 0)")
     cli.add_data_flags(p)

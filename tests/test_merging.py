@@ -9,13 +9,21 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.test_scripts import calibrate, ppl, prune, rows
-from tests.tiny import ids, save, tiny
+from tests.tiny import ids, save, tiny, token_text
 from utils.artifacts import sha256_file
 from utils.errors import UserError
 from utils.merging import RDSC, Schedule, apply_merges, laco, merge_weights, mergeable
 from utils.models import Decoder, find_model, load_decoder
 
 IDS = ids(3, 12, seed=4)
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A short text: 400 tokens."""
+    path = tmp_path / "text.txt"
+    path.write_text(token_text(400))
+    return path
 
 
 def weights(*seeds):
@@ -118,10 +126,11 @@ def naive_sweep(model, schedule, n, rdsc, threshold):
 
 
 @pytest.mark.parametrize("rdsc", RDSC)
-@pytest.mark.parametrize("schedule, n", [(Schedule(3, 1, 6, 1), 3), (Schedule(3, 0, 7, 2), 5), (Schedule(4, 2, 7, 1), 2)])
+@pytest.mark.parametrize("schedule, n", [
+    (Schedule(3, 1, 6, 1), 3), (Schedule(3, 0, 7, 2), 5), (Schedule(4, 2, 7, 1), 2)])
 def test_sweep_and_threshold_equal_whole_models(rdsc, schedule, n):
     model = tiny(num_hidden_layers=8, seed=3)
-    selection, merges, threshold = laco(Decoder(copy.deepcopy(model)), IDS, n, rdsc, schedule, batch_size=2, progress=False)
+    selection, merges, threshold = laco(Decoder(copy.deepcopy(model)), IDS, n, rdsc, schedule, 2, progress=False)
     expected, attempts = naive_sweep(model, schedule, n, rdsc, threshold - 1e-6)  # it lies next to a cosine
     assert [(m["host"], m["merged"]) for m in merges] == expected and len(selection.removed) == n
     assert sorted(selection.order) == list(selection.removed)
@@ -148,7 +157,7 @@ def test_no_op_layers_go_first_and_cost_nothing():
 def test_a_threshold_of_ones_own_stops_short_with_an_error():
     with pytest.raises(UserError, match="0 of 3 layers could be merged"):
         laco(Decoder(tiny()), IDS, 3, schedule=Schedule(2, 1, 5, 1, threshold=1.0), progress=False)
-    selection, _, threshold = laco(Decoder(tiny()), IDS, 3, schedule=Schedule(2, 1, 5, 1, threshold=-1.0), progress=False)
+    selection, _, threshold = laco(Decoder(tiny()), IDS, 3, schedule=Schedule(2, 1, 5, 1, -1.0), progress=False)
     assert selection.removed == (3, 4, 5) and threshold == -1 and all(a["accepted"] for a in selection.scores)
 
 
@@ -254,7 +263,7 @@ def test_layers_of_different_shapes_are_refused(tmp_path):
     model.model.layers[2].mlp.up_proj = nn.Linear(64, 100, bias=False)
     model.model.layers[2].mlp.gate_proj = nn.Linear(64, 100, bias=False)
     model.model.layers[2].mlp.down_proj = nn.Linear(100, 64, bias=False)
-    with pytest.raises(UserError, match="differ in their weights' shapes"):
+    with pytest.raises(UserError, match="differ in the shapes of their weights"):
         laco(Decoder(model), IDS, 2, progress=False)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -12,7 +13,7 @@ import torch
 from tests.conftest import ROOT
 from tests.test_scripts import calibrate, ppl, prune, rows
 from tests.test_surgery import RELOAD, logits_of, patched_variant
-from tests.tiny import ids, save, tiny
+from tests.tiny import ids, save, tiny, token_text
 from tests.tokenizers_for_tests import tok_nobos
 from utils.artifacts import sha256_file
 from utils.corpora import calibration_windows
@@ -27,6 +28,14 @@ IDS = ids(3, 12, seed=4)
 KEPT = {1: (torch.tensor([1]), torch.arange(0, 128, 3)), 3: (torch.tensor([0]), torch.arange(100)),
         4: (torch.tensor([0, 1]), torch.tensor([5, 70]))}
 WIDTHS = [(4, 2, 128), (2, 1, 43), (4, 2, 128), (2, 1, 100), (4, 2, 2), (4, 2, 128)]
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A short text: 400 tokens."""
+    path = tmp_path / "text.txt"
+    path.write_text(token_text(400))
+    return path
 
 
 def narrow_model(family="llama", **changes):
@@ -149,8 +158,8 @@ def test_the_total_is_within_half_a_channel_of_the_target_in_each_layer(sizes, w
 
 
 def test_heads_and_channels_lose_the_same_share_where_groups_allow():
-    heads, channels = counts_for(10 * 0.25 * (32 * 1000 + 400 * 100), 10, (1000, 100), {"kv_heads": 32, "channels": 400})
-    assert (heads, channels) == (8, 100)
+    whole = 10 * (32 * 1000 + 400 * 100)
+    assert counts_for(0.25 * whole, 10, (1000, 100), {"kv_heads": 32, "channels": 400}) == (8, 100)
 
 
 def test_group_sizes_are_the_parameters_that_go():
@@ -189,17 +198,16 @@ def expectations(model, path):
 
 
 def test_folders_elsewhere_are_bit_identical_and_refuse_without_their_code(tmp_path):
-    for name, family, variant, changes in (
-            ("tied", "llama", Variant("narrow"), {"tie_word_embeddings": True}), ("biases", "qwen2", Variant("narrow"), {}),
-            ("patched", "llama", patched_variant((2, 3), 4), {})):
+    for name, family, variant, changes in (("tied", "llama", Variant("narrow"), {"tie_word_embeddings": True}),
+                                           ("patched", "qwen2", patched_variant((2, 3), 4), {})):
         model = save_folder(Decoder(narrow_model(family, **changes)), tok_nobos(), variant, tmp_path / name, {})
         expectations(model, f"{tmp_path}/{name}.pt")
     code = f"import sys\ncode = {textwrap.dedent(RELOAD)!r}\nfor sys.argv[1] in sys.argv[2:]:\n    exec(code)\n"
-    done = subprocess.run([sys.executable, "-I", "-c", code, "", "tied", "biases", "patched"], cwd=tmp_path,
+    done = subprocess.run([sys.executable, "-I", "-c", code, "", "tied", "patched"], cwd=tmp_path,
                           stdin=subprocess.DEVNULL, capture_output=True, text=True,
                           env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1",
                                "OMP_NUM_THREADS": str(torch.get_num_threads())})  # the last bits depend on it
-    assert done.returncode == 0 and done.stdout.split() == ["same"] * 3, done.stderr[-2000:]
+    assert done.returncode == 0 and len(re.findall("same$", done.stdout, re.MULTILINE)) == 2, done.stderr[-2000:]
     assert str(ROOT) not in done.stderr
 
 
@@ -258,7 +266,7 @@ def test_pruning_by_script(script, folders, tmp_path, text, kind, amount):
     assert len({tuple(w.values()) for w in selection["widths"][1:]}) == 1 and selection["widths"][0]["channels"] == 128
 
     code, _, _ = ppl(script, out, tmp_path, text)
-    tokens = torch.tensor([4 + int(w[1:]) for w in text.read_text().split()])[:93 * 32].view(93, 32)
+    tokens = torch.tensor([4 + int(w[1:]) for w in text.read_text().split()])[:12 * 32].view(12, 32)
     scores = importance(dense, calibration_windows(str(text), tok_nobos(), 4, 32).ids, 1, 6)
     kept = {index: (kept_groups(h, 2 - selection["widths"][index]["kv_heads"]),
                     kept_groups(c, 128 - selection["widths"][index]["channels"]))

@@ -198,8 +198,9 @@ def layer_states(decoder, input_ids, batch_size, wanted):
     wanted = sorted(set(wanted))
     size = len(wanted) * input_ids.numel() * decoder.hidden_size * decoder.dtype.itemsize
     if size > STATES_LIMIT:
-        raise UserError(f"--calib-samples {len(input_ids)} --seq-len {input_ids.shape[1]}: the states of all layers would "
-                        f"take {size / 1e9:.0f} GB;\ngive few short windows, for instance --calib-samples 10 --seq-len 64")
+        raise UserError(f"--calib-samples {len(input_ids)} --seq-len {input_ids.shape[1]}: the states of all layers "
+                        f"would take {size / 1e9:.0f} GB;\ngive few short windows, for instance --calib-samples 10 "
+                        "--seq-len 64")
     result = []
     for ids in input_ids.split(batch_size):
         batch = decoder.inputs(ids)

@@ -41,7 +41,7 @@ class Schedule:
 
     @classmethod
     def of(cls, num_layers, merge=None, low=None, high=None, interval=None, threshold=None):
-        """Defaults of a depth: 4 layers a merge and steps of 2 at 32 layers, in proportion; all layers but the first."""
+        """Defaults of a depth: at 32 layers 4 a merge and steps of 2, in proportion; all layers but the first."""
         return cls(merge=max(2, round(num_layers / 8)) if merge is None else merge, low=1 if low is None else low,
                    high=num_layers - 1 if high is None else high,
                    interval=max(1, round(num_layers / 16)) if interval is None else interval, threshold=threshold)
@@ -55,8 +55,8 @@ class Schedule:
             raise UserError(f"--laco-merge {self.merge}: --laco-range {self.low}-{self.high} has "
                             f"{self.high - self.low + 1} layers only")
         if n_prune > (self.high - self.low if self.merge > 1 else 0):
-            raise UserError(f"--n-prune {n_prune}: merges of {self.merge} layers in --laco-range {self.low}-{self.high} "
-                            f"remove at most {self.high - self.low if self.merge > 1 else 0}")
+            raise UserError(f"--n-prune {n_prune}: merges of {self.merge} layers in --laco-range "
+                            f"{self.low}-{self.high} remove at most {self.high - self.low if self.merge > 1 else 0}")
 
 
 def merge_weights(host, merged, rdsc):
@@ -108,8 +108,8 @@ class Similarity:
         shapes = [{name: weight.shape for name, weight in mergeable(decoder.layers[index]).items()}
                   for index in range(low, high + 1)]
         if any(shape != shapes[0] for shape in shapes):
-            raise UserError(f"--metric laco: {decoder.label}'s layers differ in their weights' shapes, so they cannot be "
-                            "merged")
+            raise UserError(f"--metric laco: layers {low} to {high} of {decoder.label} differ in the shapes of their "
+                            "weights, so they cannot be merged")
         self.batches = layer_states(decoder, ids, batch_size, (*range(low, high + 1), decoder.num_layers))
         self.goals = [self._flat(states.pop(decoder.num_layers)) for _, states in self.batches]
         self.known = {}
@@ -138,8 +138,8 @@ class Similarity:
                 cosines.append(torch.nn.functional.cosine_similarity(self._flat(hidden), goal, dim=1))
             self.known[key] = torch.cat(cosines).double().mean().item()
             if not math.isfinite(self.known[key]):
-                raise WorkError(f"{self.decoder.label}: non-finite hidden states after merging layers {list(merged)} into "
-                                f"{host}; use --dtype float32 or bfloat16")
+                raise WorkError(f"{self.decoder.label}: non-finite hidden states after merging layers {list(merged)} "
+                                f"into {host}; use --dtype float32 or bfloat16")
         return self.known[key]
 
 
@@ -192,8 +192,8 @@ def laco(decoder, ids, n_prune, rdsc="paper", schedule=None, batch_size=1, progr
             if len(order) == n_prune:
                 return Selection(tuple(sorted(order)), order, tuple(attempts)), merges, threshold
             if schedule.threshold is not None:
-                raise UserError(f"--laco-threshold {threshold}: {len(order)} of {n_prune} layers could be merged; lower "
-                                "it, or leave it out to have it searched")
+                raise UserError(f"--laco-threshold {threshold}: {len(order)} of {n_prune} layers could be merged; "
+                                "lower it, or leave it out to have it searched")
             if not rejected:
                 raise UserError(f"--n-prune {n_prune}: merges of {schedule.merge} layers every {schedule.interval} in "
                                 f"--laco-range {schedule.low}-{schedule.high} remove {len(order)}; widen the range or "
@@ -207,11 +207,11 @@ def laco(decoder, ids, n_prune, rdsc="paper", schedule=None, batch_size=1, progr
 def add_flags(p):
     """LaCo's flags of prune.py."""
     group = p.add_argument_group("--metric laco (reads few short windows: 10 of 64 tokens unless told otherwise)")
-    group.add_argument("--rdsc", choices=RDSC, help="paper (default): the sum of differences; official: what the released "
-                       "code computes, the last merged layer; remove: merge nothing, just remove what would be merged")
+    group.add_argument("--rdsc", choices=RDSC, help="paper (default): the sum of differences; official: what the "
+                       "released code computes, the last merged layer; remove: just drop what would be merged")
     group.add_argument("--laco-merge", type=int, help="layers of one merge, its host included; default 4 of 32 layers, "
                                                       "in proportion to the depth")
-    group.add_argument("--laco-range", help="LOW-HIGH: layers that may take part, ends included; default all but layer 0")
+    group.add_argument("--laco-range", help="LOW-HIGH: layers that may take part, ends included; default all but 0")
     group.add_argument("--laco-interval", type=int, help="layers to go down after a merge; default 2 of 32 layers")
     group.add_argument("--laco-threshold", type=float,
                        help="least cosine of the last hidden states, exclusive; default: the highest that reaches n")
@@ -241,8 +241,8 @@ class Laco:
     def __init__(self, args, session):
         self.args, self.session, self.rdsc = args, session, args.rdsc or "paper"
         if self.rdsc != "remove" and not args.save_model:
-            raise UserError("--metric laco: merging changes weights, which a selection cannot hold; add --save-model DIR, "
-                            "or --rdsc remove")
+            raise UserError("--metric laco: merging changes weights, which a selection cannot hold; add --save-model "
+                            "DIR, or --rdsc remove")
         total, per_layer = session.parameters
         self.n_prune = args.n_prune if args.ratio is None else n_for_ratio(args.ratio, total, per_layer)
         self.schedule = schedule_of(args, len(per_layer))

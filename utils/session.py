@@ -99,11 +99,11 @@ class Session:
         return stats, recipe, windows.info
 
     def read_selection(self, path):
-        """A selection artifact made for this model. Raises UserError, also when the kept weights have changed with it."""
+        """A selection artifact made for this model. Raises UserError, also when it changed the kept weights."""
         selection = read_json(path, "selection")
         if "widths" in selection or selection.get("rdsc", "remove") != "remove":
-            raise UserError(f"{path}: {selection.get('metric')} changed the weights that stay, which a selection cannot "
-                            "hold;\npass the folder of prune.py --save-model as --model instead")
+            raise UserError(f"{path}: {selection.get('metric')} changed the weights that stay, which a selection "
+                            "cannot hold;\npass the folder of prune.py --save-model as --model instead")
         self.source.check_artifact(selection.get("model", {}), path)
         checked_layers(selection, self.source.shape[0], path)
         return selection

@@ -148,7 +148,8 @@ def save_folder(decoder, tokenizer, variant, folder, about):
 
     config, safetensors, tokenizer, generation config, and linearpatch.json with `about`, the layer lists and where
     patches sit. With patches or narrow layers also modeling_linearpatch.py: the folder then loads with
-    trust_remote_code=True only. What lies at `folder` is replaced: cli.check_outputs says what may be. Raises UserError on what cannot be saved.
+    trust_remote_code=True only. What lies at `folder` is replaced: cli.check_outputs says what may be. Raises
+    UserError on what cannot be saved.
     """
     folder = Path(folder)
     if not all(isinstance(patch, modeling_linearpatch.LinearPatch) for patch in variant.patches.values()):

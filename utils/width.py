@@ -24,20 +24,20 @@ COLUMNS = ("o_proj", "down_proj")  # projections that a group owns columns of; o
 
 
 def projections(layer):
-    """{"self_attn.q_proj": nn.Linear, ...}, the seven projections of a Llama-type decoder layer; UserError for others."""
+    """{"self_attn.q_proj": nn.Linear, ...}, the seven projections of a Llama-type layer; UserError for others."""
     found = {f"{parent}.{name}": getattr(getattr(layer, parent, None), name, None)
              for parent, names in (("self_attn", ATTENTION), ("mlp", MLP)) for name in names}
     kind = type(layer).__name__
     if not all(isinstance(module, nn.Linear) for module in found.values()):
         missing = next(name for name, module in found.items() if not isinstance(module, nn.Linear))
-        raise UserError(f"--metric llm-pruner: {kind} has no linear {missing}; it needs layers with q, k, v, o, gate, up "
-                        "and down projections, as in Llama")
+        raise UserError(f"--metric llm-pruner: {kind} has no linear {missing}; it needs layers with q, k, v, o, gate, "
+                        "up and down projections, as in Llama")
     head_dim, known = layer.self_attn.head_dim, {id(p) for module in found.values() for p in module.parameters()}
     others = [(name, p) for name, p in [*layer.self_attn.named_parameters(), *layer.mlp.named_parameters()]
               if id(p) not in known and tuple(p.shape) != (head_dim,)]
     if others:
-        raise UserError(f"--metric llm-pruner: {kind} has the weight {others[0][0]} of shape {list(others[0][1].shape)}, "
-                        "which does not belong to single heads or channels")
+        raise UserError(f"--metric llm-pruner: {kind} has the weight {others[0][0]} of shape "
+                        f"{list(others[0][1].shape)}, which does not belong to single heads or channels")
     return found
 
 
@@ -86,7 +86,7 @@ def importance(decoder, ids, first, last, batch_size=1):
     batches = layer_states(decoder, ids, batch_size, range(first, decoder.num_layers + 1))
     targets = [part[:, 1:].to(decoder.device) for part in ids.split(batch_size)]
     count = ids.shape[0] * (ids.shape[1] - 1)
-    slopes = []  # dL/dX of every batch, times the number of targets: the sum's gradient is no denormal in half precision
+    slopes = []  # dL/dX of every batch times the number of targets: a mean's gradient may underflow in float16
     for (_, states), goal in zip(batches, targets):
         hidden = states.pop(decoder.num_layers).detach().requires_grad_()
         with torch.enable_grad():
@@ -144,8 +144,8 @@ def counts_for(target, num_layers, sizes, widths):
     channels = channels_beside(heads)
     if channels > most_channels:
         most = num_layers * (sizes[0] * most_heads + sizes[1] * most_channels)
-        raise UserError(f"--metric llm-pruner: {target:,.0f} parameters are to go, but its {num_layers} layers can lose at "
-                        f"most {most:,}; lower --ratio or --n-prune, or lower --protect-first and --protect-last")
+        raise UserError(f"--metric llm-pruner: {target:,.0f} parameters are to go, but its {num_layers} layers can "
+                        f"lose at most {most:,}; lower --ratio, --n-prune, --protect-first or --protect-last")
     return heads, channels
 
 
@@ -198,7 +198,8 @@ class LLMPruner:
         first = _share(4, depth) if args.protect_first is None else args.protect_first
         last = depth - (_share(2, depth) if args.protect_last is None else args.protect_last)
         if first >= last:
-            raise UserError(f"--protect-first {first} --protect-last {depth - last}: leave none of {depth} layers to prune")
+            raise UserError(f"--protect-first {first} --protect-last {depth - last}: leave none of {depth} layers to "
+                            "prune")
         self.layers = range(first, last)
         self.windows = session.calibration()
         self.recipe = {"model": session.source.identity(), "metric": "llm-pruner", "target_parameters": self.target,
@@ -209,8 +210,8 @@ class LLMPruner:
         """The fields of selection.json; keeps what `save` needs."""
         decoder, (total, per_layer) = self.session.decoder, self.session.parameters
         if not importable(base_class(decoder.model)):
-            raise UserError(f"{type(decoder.model).__name__}: comes with remote code, so a narrower folder cannot name its "
-                            "class")
+            raise UserError(f"{type(decoder.model).__name__}: comes with remote code, so a narrower folder cannot name "
+                            "its class")
         widths = [widths_of(layer) for layer in decoder.layers]
         least = {name: min(widths[index][name] for index in self.layers) for name in ("kv_heads", "channels")}
         sizes = group_sizes(decoder.layers[self.layers[0]])
