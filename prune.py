@@ -4,18 +4,25 @@ One forward pass over the calibration windows gives stats.safetensors; every fur
 """
 
 import json
+import sys
 from importlib import resources
 from pathlib import Path
 
 from utils import cli
 from utils.artifacts import read_json, reusable, write_json
 from utils.errors import UserError
+from utils.merging import FLAGS as LACO_FLAGS
+from utils.merging import Laco, add_flags
 from utils.models import PRESETS
 from utils.patch import layer_lists
 from utils.selection import METRICS, Selection, check_n_prune, n_for_ratio, parameter_accounting, select
 from utils.session import Session, default_folder
 from utils.surgery import save_folder
 from utils.variants import Variant
+from utils.width import LLMPruner
+
+BASELINES = {"laco": Laco, "llm-pruner": LLMPruner}  # metrics that change the weights of what stays
+FEW_WINDOWS = (10, 64)  # samples and tokens of their calibration, as LLM-Pruner publishes
 
 
 def arguments():
@@ -26,11 +33,15 @@ def arguments():
     which.add_argument("--ratio", type=float, help="or: share of all parameters, for instance 0.25; nearest n")
     which.add_argument("--layers", help="or: explicit list, for instance 23-29 or 3,5,7 (0-based, ends included); "
                                         "paper or paper:METHOD takes table 7, with --n-prune where it has several")
-    p.add_argument("--metric", choices=METRICS, default="cosine", help="cosine is eq. (2)")
+    p.add_argument("--metric", choices=(*METRICS, *BASELINES), default="cosine",
+                   help="cosine is eq. (2); laco merges layers; llm-pruner makes layers narrower, by default 4 to 29 "
+                        "of 32 in proportion to the depth; both need --save-model and read 10 windows of 64 tokens "
+                        "unless told otherwise")
     p.add_argument("--protect-first", type=cli.non_negative, help="layers at the start that stay; default 1 (shortgpt 0)")
     p.add_argument("--protect-last", type=cli.non_negative, help="layers at the end that stay; default 1 (shortgpt 0)")
     cli.add_data_flags(p)
     cli.add_calibration_flags(p)
+    add_flags(p)
     cli.add_output_flags(p, "selection file; default runs/<model>/selection.json")
     p.add_argument("--stats", type=Path, help="statistics to read or write; default stats.safetensors beside --out")
     p.add_argument("--save-model", type=Path, help="also write the pruned model as a folder")
@@ -38,9 +49,50 @@ def arguments():
     ways = [name for name in ("n_prune", "ratio", "layers") if getattr(args, name) is not None]
     if ways != ["n_prune", "layers"] and len(ways) != 1:
         p.error("give one of --n-prune, --ratio and --layers")
+    check_baseline_flags(p, args)
     if len(ways) == 2 and not args.layers.startswith("paper"):
         p.error("--layers already says how many; drop --n-prune")
     return args
+
+
+def check_baseline_flags(p, args):
+    """Flags of laco and llm-pruner fit the metric; their calibration is short unless told otherwise."""
+    flag = next((f"--{name.replace('_', '-')}" for name in LACO_FLAGS if getattr(args, name) is not None), None)
+    if flag and args.metric != "laco":
+        p.error(f"{flag} belongs to --metric laco")
+    if args.metric not in BASELINES:
+        return
+    if args.layers is not None:
+        p.error(f"--metric {args.metric} takes --n-prune or --ratio, no --layers")
+    if args.metric == "laco" and (args.protect_first is not None or args.protect_last is not None):
+        p.error("--metric laco takes --laco-range instead of --protect-first and --protect-last")
+    given = {word.partition("=")[0] for word in sys.argv[1:]}
+    for name, value in zip(("calib_samples", "seq_len"), FEW_WINDOWS):
+        if f"--{name.replace('_', '-')}" not in given:
+            setattr(args, name, value)
+
+
+def change_weights(args, session):
+    """laco and llm-pruner: selection.json, and the model whose kept weights they change in --save-model."""
+    baseline = BASELINES[args.metric](args, session)
+    if reusable(args.out, "selection", baseline.recipe, args.force):
+        content = read_json(args.out, "selection")
+        baseline.check(content, args.out)
+    else:
+        content = baseline.select()
+        write_json(args.out, "selection", {
+            "model": session.source.identity(), "metric": args.metric, **content, "calibration": baseline.windows.info,
+            "recipe": baseline.recipe, "provenance": session.watch.provenance(session.decoder)})
+    for line in baseline.report(content):
+        print(line)
+    parameters = content["parameters"]
+    print(f"parameters {parameters['before']:,} -> {parameters['before'] - parameters['removed']:,} "
+          f"({parameters['ratio_percent']:.2f} %)")
+    print(f"wrote {args.out}")
+    if args.save_model:
+        described = baseline.save(content, {"base_model": session.source.identity(), "seed": args.seed,
+                                            "calibration": baseline.windows.info})
+        print(f"wrote {args.save_model} ({described})")
 
 
 def paper_layers(model, method, n_prune):
@@ -91,6 +143,8 @@ def main():
         session.tokenizer  # a model folder needs one: fail before any work
     if session.source.is_patched:
         raise UserError(f"--model {args.model}: already carries patches; prune the model that it was made from")
+    if args.metric in BASELINES:
+        return change_weights(args, session)
     selection, recipe, calibration, metric = choose(args, session)
     total, per_layer = session.parameters
     lists = layer_lists(len(per_layer), selection.removed)

@@ -14,6 +14,7 @@ from utils.artifacts import read_tensors, write_tensors
 from utils.errors import UserError, WorkError
 
 TOKEN_CHUNK = 64  # tokens whose scaled states are copied at one time
+STATES_LIMIT = 8e9  # bytes that `layer_states` may keep
 
 
 @dataclass
@@ -189,3 +190,29 @@ def _mean_std(values):
     centred = values - values.nanmean(0)
     std = (centred.square().nansum(0) / (count - 1).clamp(min=1)).sqrt()
     return std[count > 1].mean().item() if (count > 1).any() else 0.0
+
+
+@torch.no_grad()
+def layer_states(decoder, input_ids, batch_size, wanted):
+    """[(LayerInputs, {l: X^(l) [B, T, C] for l in wanted})] of windows input_ids int64 [N, T], l = 0..L.
+
+    For methods that run parts of the model again and again on few short windows. Raises UserError when the states
+    would take more than STATES_LIMIT bytes.
+    """
+    wanted = sorted(set(wanted))
+    size = len(wanted) * input_ids.numel() * decoder.hidden_size * decoder.dtype.itemsize
+    if size > STATES_LIMIT:
+        raise UserError(f"--calib-samples {len(input_ids)} --seq-len {input_ids.shape[1]}: the states of all layers "
+                        f"would take {size / 1e9:.0f} GB;\ngive few short windows, for instance --calib-samples 10 "
+                        "--seq-len 64")
+    result = []
+    for ids in input_ids.split(batch_size):
+        batch = decoder.inputs(ids)
+        hidden, states = batch.hidden, {}
+        for index in range(wanted[-1] + 1):
+            if index in wanted:
+                states[index] = hidden
+            if index < wanted[-1]:
+                hidden = decoder.layer(batch, index, hidden)
+        result.append((batch, states))
+    return result

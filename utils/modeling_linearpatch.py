@@ -1,9 +1,10 @@
-"""LinearPatch inside a decoder: a matrix on the residual stream where layers were removed.
+"""What transformers' classes cannot express: LinearPatch, a matrix on the residual stream where layers were removed,
+and layers of fewer heads and MLP channels than the config says (width pruning).
 
 This file needs torch and transformers only. A copy of it, with the base class named at its end, lies in every saved
-model folder that carries patches, so that `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`
-loads the patched model anywhere. Without remote code the model type is unknown to transformers and loading fails:
-a patch is never dropped silently.
+model folder that carries either, so that `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`
+loads the model anywhere. Without remote code the model type is unknown to transformers and loading fails: a patch is
+never dropped silently.
 """
 
 import torch
@@ -42,6 +43,25 @@ def patch_input(module, patch):
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
+def narrow_layer(layer, widths):
+    """Give a Llama-type decoder layer projections of other sizes, with new weights: {"heads", "kv_heads", "channels"}.
+
+    Attention splits whatever its projections give into heads of head_dim, and the ratio of query to key heads is that
+    of the config, so nothing else changes.
+    """
+    attention, mlp = layer.self_attn, layer.mlp
+    hidden_size, head_dim = attention.q_proj.in_features, attention.head_dim
+    query, key = widths["heads"] * head_dim, widths["kv_heads"] * head_dim
+    for parent, name, inputs, outputs in (
+            (attention, "q_proj", hidden_size, query), (attention, "k_proj", hidden_size, key),
+            (attention, "v_proj", hidden_size, key), (attention, "o_proj", query, hidden_size),
+            (mlp, "gate_proj", hidden_size, widths["channels"]), (mlp, "up_proj", hidden_size, widths["channels"]),
+            (mlp, "down_proj", widths["channels"], hidden_size)):
+        old = getattr(parent, name)
+        setattr(parent, name, nn.Linear(inputs, outputs, bias=old.bias is not None, device=old.weight.device,
+                                        dtype=old.weight.dtype))
+
+
 def align_tensors(model):
     """Copy CPU tensors that do not start at a multiple of 64 bytes, as tensors mapped from a file may not.
 
@@ -54,9 +74,10 @@ def align_tensors(model):
 
 
 def patched_classes(base):
-    """(config class, model class) of `base` (a transformers causal LM class) with patches.
+    """(config class, model class) of `base` (a transformers causal LM class) with patches and narrow layers.
 
-    The config's field `linear_patches` lists, for each patch, the `module` whose input it multiplies and its `shape`.
+    The config's field `linear_patches` lists, for each patch, the `module` whose input it multiplies and its `shape`;
+    `layer_widths`, where it is there, lists what `narrow_layer` makes of each layer.
     """
 
     class LinearPatchConfig(base.config_class):
@@ -68,6 +89,8 @@ def patched_classes(base):
 
         def __init__(self, config, *args, **kwargs):
             super().__init__(config, *args, **kwargs)
+            for index, widths in enumerate(getattr(config, "layer_widths", ())):
+                narrow_layer(self.base_model.layers[index], widths)
             self.linear_patches = nn.ModuleList(
                 LinearPatch(torch.empty(entry["shape"], dtype=torch.float32)) for entry in config.linear_patches
             )

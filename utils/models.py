@@ -31,7 +31,7 @@ PRESETS = {  # name -> hub id. Table 6 links Llama-3.1-8B, but the paper's dense
     "deepseek-r1-qwen-7b": "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
     "deepseek-r1-llama-8b": "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
 }
-PER_LAYER_LISTS = ("layer_types", "mlp_layer_types")
+PER_LAYER_LISTS = ("layer_types", "mlp_layer_types", "layer_widths")
 NLL_CHUNK = 512  # tokens whose logits exist at one time: 512 x 128,000 float32 = 262 MB
 
 
@@ -50,8 +50,13 @@ class ModelSource:
     fingerprint: str
 
     @property
-    def is_patched(self):
+    def is_ours(self):
+        """Whether the folder needs this project's model class: for its patches or its narrow layers."""
         return "linear_patches" in self.config
+
+    @property
+    def is_patched(self):
+        return bool(self.config.get("linear_patches"))
 
     @property
     def patched_behind(self):
@@ -167,6 +172,10 @@ def _read_config(folder, name):
     if not isinstance(entries, list) or not all(
             isinstance(e, dict) and isinstance(e.get("module"), str) and isinstance(e.get("shape"), list) for e in entries):
         raise UserError(f"{path}: linear_patches is no list of entries with module and shape")
+    widths = config.get("layer_widths", [])
+    if not isinstance(widths, list) or not all(isinstance(w, dict) and all(
+            type(w.get(name)) is int and w[name] > 0 for name in ("heads", "kv_heads", "channels")) for w in widths):
+        raise UserError(f"{path}: layer_widths is no list of entries with heads, kv_heads and channels")
     depth = text.get("num_hidden_layers")
     for field in PER_LAYER_LISTS:
         entries = text.get(field)
@@ -239,8 +248,8 @@ def pick_dtype(dtype, device):
 def load_decoder(source, dtype="auto", device="auto", device_map=None, trust_remote_code=False):
     """Load the weights of `source` and return its Decoder.
 
-    A folder with patches is loaded by this project's own class, so it needs no remote code. Raises UserError when
-    a tensor is missing, unexpected or of another shape, or when the decoder layers cannot be found.
+    A folder with patches or narrow layers is loaded by this project's own class, so it needs no remote code. Raises
+    UserError when a tensor is missing, unexpected or of another shape, or when the decoder layers cannot be found.
     """
     device = pick_device(device)
     dtype = pick_dtype(dtype, device)
@@ -249,8 +258,9 @@ def load_decoder(source, dtype="auto", device="auto", device_map=None, trust_rem
     if device_map is not None:
         options["device_map"] = device_map
     with loading(source.label, "weights"):
-        if source.is_patched:
-            model, info = _load_patched(source, options)
+        if source.is_ours:
+            config, model_class = own_class(source)
+            model, info = model_class.from_pretrained(source.folder, config=config, **options)
         else:
             model, info = AutoModelForCausalLM.from_pretrained(
                 source.folder, trust_remote_code=trust_remote_code, **options)
@@ -264,13 +274,13 @@ def load_decoder(source, dtype="auto", device="auto", device_map=None, trust_rem
     return Decoder(align_tensors(model), source)
 
 
-def _load_patched(source, options):
+def own_class(source):
+    """(config, model class) of a folder that needs this project's class. Raises UserError."""
     base = getattr(transformers, source.config.get("linear_patch_base", ""), None)
     if base is None:
         raise UserError(f"{source.folder}/config.json: linear_patch_base names no transformers class")
     config_class, model_class = patched_classes(base)
-    config = config_class.from_pretrained(source.folder)
-    return model_class.from_pretrained(source.folder, config=config, **options)
+    return config_class.from_pretrained(source.folder), model_class
 
 
 def find_layers(model):

@@ -3,7 +3,7 @@
 A call whose artifacts are all there loads no weights.
 """
 
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -15,8 +15,8 @@ from utils.cli import seed_everything
 from utils.corpora import calibration_windows
 from utils.errors import UserError
 from utils.hadamard import rotation
-from utils.models import (EMBEDDED, find_layers, find_model, load_decoder, load_tokenizer, loading, pick_device,
-                          pick_dtype)
+from utils.models import (EMBEDDED, find_layers, find_model, load_decoder, load_tokenizer, loading, own_class,
+                          pick_device, pick_dtype)
 from utils.patch import checked_layers, read_patch
 from utils.variants import Variant
 
@@ -45,9 +45,14 @@ class Session:
     def parameters(self):
         """(all, [of each layer]) numbers of parameters, from the config alone; a tied head counts once."""
         with loading(self.source.label, "model"):
-            config = AutoConfig.from_pretrained(self.source.folder, trust_remote_code=self.args.trust_remote_code)
+            trust = self.args.trust_remote_code
+            if self.source.is_ours:
+                config, build = own_class(self.source)
+            else:
+                config = AutoConfig.from_pretrained(self.source.folder, trust_remote_code=trust)
+                build = partial(AutoModelForCausalLM.from_config, trust_remote_code=trust)
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, trust_remote_code=self.args.trust_remote_code)
+                model = build(config)
         model.tie_weights()
         _, layers, _ = find_layers(model)
         return (sum(p.numel() for p in model.parameters()),
@@ -108,8 +113,11 @@ class Session:
         return self.calibration(samples=found["samples"]).info["token_ids_sha256"] == found["token_ids_sha256"]
 
     def read_selection(self, path):
-        """A selection artifact made for this model. Raises UserError."""
+        """A selection artifact made for this model. Raises UserError, also when it changed the kept weights."""
         selection = read_json(path, "selection")
+        if "widths" in selection or selection.get("rdsc", "remove") != "remove":
+            raise UserError(f"{path}: {selection.get('metric')} changed the weights that stay, which a selection "
+                            "cannot hold;\npass the folder of prune.py --save-model as --model instead")
         self.source.check_artifact(selection.get("model", {}), path)
         checked_layers(selection, self.source.shape[0], path)
         return selection

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+import transformers
 from torch import nn
 
 from utils import modeling_linearpatch
@@ -78,25 +79,44 @@ def patched_model(decoder, variant):
     Without patches the result is the model itself; with patches an instance of the patched class of its class, which
     shares all tensors. Its forward, generate and save_pretrained are those of any transformers model.
     """
+    if getattr(decoder.model.config, "linear_patches", None):
+        raise UserError(f"{decoder.label}: already carries patches; start from the model that it was made from")
     num_layers = decoder.num_layers
     path, norm_name = decoder.layers_path, decoder.norm_name
     model = cut(decoder, variant.removed)
     if not variant.patches:
         return model
-    base = type(model)
-    config_class, model_class = modeling_linearpatch.patched_classes(base)
     kept = kept_layers(num_layers, variant.removed)
     places = []
     for index, patch in sorted(variant.patches.items()):
         new_index = sum(layer < index for layer in kept)
         parent = path.rpartition(".")[0]
         if new_index == len(kept) and norm_name is None:
-            raise UserError(f"{base.__name__}: has no final norm, so a patch behind its last layer has no place")
+            raise UserError(f"{type(model).__name__}: has no final norm, so a patch behind its last layer has no place")
         module = f"{path}.{new_index}" if new_index < len(kept) else f"{parent}.{norm_name}".lstrip(".")
         places.append((module, patch))
+    patches = {f"linear_patches.{i}.weight": patch.weight.detach() for i, (_, patch) in enumerate(places)}
+    return own_model(model, patches, linear_patches=[{"module": module, "shape": list(patch.weight.shape)}
+                                                     for module, patch in places])
+
+
+def base_class(model):
+    """The transformers class that a model is, or that a model of this project's class was made from."""
+    name = getattr(model.config, "linear_patch_base", None)
+    return type(model) if name is None else getattr(transformers, name)
+
+
+def own_model(model, tensors, **fields):
+    """`model` as an instance of this project's class of its class, with further config `fields`, in eval mode.
+
+    tensors: {name: tensor} beside or instead of the model's own, which are shared. The config names the class that
+    saved folders load with.
+    """
+    base = base_class(model)
+    config_class, model_class = modeling_linearpatch.patched_classes(base)
     content = {key: value for key, value in model.config.to_dict().items() if key != "model_type"}
+    content = {"linear_patches": [], **content, **fields}
     content.update(
-        linear_patches=[{"module": module, "shape": list(patch.weight.shape)} for module, patch in places],
         linear_patch_base=base.__name__,
         architectures=["LinearPatchForCausalLM"],
         auto_map={"AutoConfig": "modeling_linearpatch.LinearPatchConfig",
@@ -106,9 +126,7 @@ def patched_model(decoder, variant):
     config._attn_implementation = model.config._attn_implementation
     with torch.device("meta"):
         patched = model_class(config)
-    state = model.state_dict()
-    state.update({f"linear_patches.{i}.weight": patch.weight.detach() for i, (_, patch) in enumerate(places)})
-    patched.load_state_dict(state, assign=True)
+    patched.load_state_dict({**model.state_dict(), **tensors}, assign=True)
     _share_buffers(model, patched)
     patched.tie_weights()
     patched.generation_config = model.generation_config
@@ -129,13 +147,14 @@ def save_folder(decoder, tokenizer, variant, folder, about):
     """Write `variant` as a complete model folder, atomically; the decoder's model is cut in place.
 
     config, safetensors, tokenizer, generation config, and linearpatch.json with `about`, the layer lists and where
-    patches sit. With patches also modeling_linearpatch.py: the folder loads with trust_remote_code=True only.
-    What lies at `folder` is replaced: cli.check_outputs says what may be. Raises UserError on what cannot be saved.
+    patches sit. With patches or narrow layers also modeling_linearpatch.py: the folder then loads with
+    trust_remote_code=True only. What lies at `folder` is replaced: cli.check_outputs says what may be. Raises
+    UserError on what cannot be saved.
     """
     folder = Path(folder)
     if not all(isinstance(patch, modeling_linearpatch.LinearPatch) for patch in variant.patches.values()):
         raise UserError("--save-model: replacement networks stay in their patch file; evaluate with it")
-    if variant.patches and not _importable(type(decoder.model)):
+    if variant.patches and not importable(base_class(decoder.model)):
         raise UserError(f"{type(decoder.model).__name__}: comes with remote code, so a patched folder cannot name its "
                         "class; keep the patch file and evaluate with it")
     num_layers = decoder.num_layers
@@ -146,7 +165,7 @@ def save_folder(decoder, tokenizer, variant, folder, about):
     try:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-        if variant.patches:
+        if hasattr(model.config, "linear_patch_base"):
             (temporary / "modeling_linearpatch.py").write_text(_remote_code(model.config.linear_patch_base))
         positions = [sum(layer < index for layer in kept) - 1 for index in sorted(variant.patches)]
         (temporary / "linearpatch.json").write_text(json.dumps({
@@ -167,8 +186,8 @@ def save_folder(decoder, tokenizer, variant, folder, about):
     return model
 
 
-def _importable(model_class):
-    import transformers
+def importable(model_class):
+    """Whether a saved folder can name this class: transformers has it."""
     return getattr(transformers, model_class.__name__, None) is model_class
 
 
