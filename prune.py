@@ -150,10 +150,18 @@ def search(args, decoder, recipe, input_ids, legal):
         if differing:
             print(f"{path}: made with another {differing}; starting anew")
         else:
-            rounds = found["rounds"]
+            rounds = checked_rounds(found["rounds"], decoder.num_layers, path)
             print(f"{path}: goes on behind {len(rounds)} removed layers")
     return greedy(decoder, input_ids, n_prune, *legal, args.batch_size, rounds,
                   lambda rounds: write_json(path, "progress", {"recipe": recipe, "rounds": rounds}))
+
+
+def checked_rounds(rounds, num_layers, path):
+    """Finished rounds of a search as a progress file has them. Raises UserError when they are damaged."""
+    layers = [done.get("layer") for done in rounds if isinstance(done, dict) and isinstance(done.get("scores"), list)]
+    if len(layers) < len(rounds) or not set(layers) <= set(range(num_layers)) or len(set(layers)) < len(layers):
+        raise UserError(f"{path}: its rounds are damaged; delete it, or --force starts anew")
+    return rounds
 
 
 def summary(selection, metric):

@@ -364,6 +364,20 @@ def test_metrics_without_data_read_none_and_last_and_random_load_no_weights(scri
     assert code == 0 and "reused" in out
 
 
+def kill_in_round(number, monkeypatch):
+    """Interrupts the search once, in that round; returns the list of all rounds begun."""
+    real, raced = removal._Race.winner, []
+
+    def winner(self):
+        raced.append(self)
+        if len(raced) == number:
+            raise KeyboardInterrupt
+        return real(self)
+
+    monkeypatch.setattr(removal._Race, "winner", winner)
+    return raced
+
+
 def test_a_killed_search_goes_on_to_the_same_selection(script, folders, tmp_path, text, monkeypatch):
     def call(name, *more):
         return prune(script, folders("llama"), tmp_path / name, text, "--n-prune", 4, "--metric", "sleb", *more)
@@ -371,16 +385,7 @@ def test_a_killed_search_goes_on_to_the_same_selection(script, folders, tmp_path
     assert call("whole")[0] == 0
     whole = json.loads((tmp_path / "whole" / "selection.json").read_text())
     assert [path.name for path in (tmp_path / "whole").iterdir()] == ["selection.json"]
-    raced = []
-    real = removal._Race.winner
-
-    def killed(self):
-        raced.append(self)
-        if len(raced) == 3:
-            raise KeyboardInterrupt
-        return real(self)
-
-    monkeypatch.setattr(removal._Race, "winner", killed)
+    raced = kill_in_round(3, monkeypatch)
     code, _, err = call("parts")
     assert code == 130 and [path.name for path in (tmp_path / "parts").iterdir()] == ["selection.progress.json"]
     code, out, err = call("parts")
@@ -392,28 +397,29 @@ def test_a_killed_search_goes_on_to_the_same_selection(script, folders, tmp_path
 
 
 def test_progress_of_another_recipe_is_not_used(script, folders, tmp_path, text, monkeypatch):
-    real, raced = removal._Race.winner, []
-
-    def killed(self):
-        raced.append(self)
-        if len(raced) == 2:
-            raise KeyboardInterrupt
-        return real(self)
-
-    monkeypatch.setattr(removal._Race, "winner", killed)
+    raced = kill_in_round(2, monkeypatch)
     assert prune(script, folders("llama"), tmp_path, text, "--n-prune", 3, "--metric", "sleb")[0] == 130
     code, out, _ = prune(script, folders("llama"), tmp_path, text, "--n-prune", 3, "--metric", "sleb", "--seed", 1)
     assert code == 0 and "made with another token_ids_sha256" in out and len(raced) == 5
 
 
-@pytest.mark.parametrize("content, message", [
-    ("{", "not a JSON file"),
-    (json.dumps({"format": "linearpatch/progress@1", "recipe": None, "rounds": [{"layer": 99}]}), "recipe")])
-def test_a_damaged_progress_file_is_refused(content, message, script, folders, tmp_path, text):
-    (tmp_path / "selection.progress.json").write_text(content)
-    code, _, err = prune(script, folders("llama"), tmp_path, text, "--n-prune", 2, "--metric", "sleb")
-    assert code == 2 and "selection.progress.json" in err and message in err
-    assert not (tmp_path / "selection.json").exists()
+def test_a_damaged_progress_file_is_refused(script, folders, tmp_path, text, monkeypatch):
+    path = tmp_path / "selection.progress.json"
+
+    def call(*more):
+        return prune(script, folders("llama"), tmp_path, text, "--n-prune", 2, "--metric", "sleb", *more)
+
+    kill_in_round(2, monkeypatch)
+    assert call()[0] == 130
+    content = json.loads(path.read_text())
+    for damaged, message in (("{", "not a JSON"), ({**content, "recipe": None}, "recipe"),
+                             ({**content, "rounds": [{"layer": 99, "scores": []}]}, "rounds are damaged"),
+                             ({**content, "rounds": [7]}, "rounds are damaged"),
+                             ({**content, "rounds": 2 * content["rounds"]}, "rounds are damaged")):
+        path.write_text(damaged if isinstance(damaged, str) else json.dumps(damaged))
+        code, _, err = call()
+        assert code == 2 and path.name in err and message in err and not (tmp_path / "selection.json").exists()
+    assert call("--force")[0] == 0 and not path.exists()
 
 
 # ----- calibration as SLEB's released loader takes it

@@ -1,7 +1,7 @@
 """Shortened LLaMA's Taylor score of each layer: sum over its weights of |W * dL/dW|, L the language-modelling loss.
 
-The forward pass keeps the input of each layer only; the backward pass goes layer by layer and frees what it scored, so
-that gradients of one layer exist at one time.
+The forward pass keeps the input of every other layer only; the backward pass goes layer by layer and frees what it
+scored, so that gradients of one layer exist at one time.
 """
 
 import torch
@@ -11,7 +11,7 @@ from tqdm import tqdm
 from utils.errors import WorkError
 from utils.selection import block_weights
 
-HEAD_CHUNK = 64  # tokens whose logits and their gradients exist at one time
+HEAD_CHUNK = 16  # tokens whose logits and their gradients exist at one time
 
 
 def taylor_scores(decoder, input_ids, batch_size=1, progress=True):
@@ -19,7 +19,7 @@ def taylor_scores(decoder, input_ids, batch_size=1, progress=True):
 
     L is the mean loss of all next tokens of input_ids, int64 [N, T], so that the size of a batch does not matter: the
     gradient is summed over batches, in float32, inside the absolute value. Norms count, biases do not.
-    Memory beside the model: L N T C numbers for the layers' inputs, one layer's gradients, HEAD_CHUNK logits.
+    Memory beside the model: L/2 N T C numbers for inputs of layers, one layer's gradients, HEAD_CHUNK logits.
     Raises WorkError on a non-finite score.
     """
     parts = input_ids.split(batch_size)
@@ -29,7 +29,8 @@ def taylor_scores(decoder, input_ids, batch_size=1, progress=True):
         batches, inputs, outputs = _forward(decoder, parts, bar)
         gradients = [_loss_gradient(decoder, outputs.pop(0), ids) for ids in parts]
         for index in reversed(range(decoder.num_layers)):
-            score, gradients = _layer(decoder, index, batches, inputs.pop(), gradients)
+            states = inputs.pop() or _next_states(decoder, index - 1, batches, inputs[-1])
+            score, gradients = _layer(decoder, index, batches, states, gradients)
             scores[index] = score / tokens
             bar.update(1)
     for index, score in enumerate(scores):
@@ -41,14 +42,19 @@ def taylor_scores(decoder, input_ids, batch_size=1, progress=True):
 
 @torch.no_grad()
 def _forward(decoder, parts, bar):
-    """(inputs of each batch, [layer][batch] X^(layer), [batch] X^(L))."""
+    """(inputs of each batch, [layer][batch] X^(layer) of even layers and None of odd ones, [batch] X^(L))."""
     batches = [decoder.inputs(ids) for ids in parts]
     inputs, states = [], [batch.hidden for batch in batches]
     for index in range(decoder.num_layers):
-        inputs.append(states)
-        states = [decoder.layer(batch, index, hidden) for batch, hidden in zip(batches, states)]
+        inputs.append(None if index % 2 else states)
+        states = _next_states(decoder, index, batches, states)
         bar.update(1)
     return batches, inputs, states
+
+
+@torch.no_grad()
+def _next_states(decoder, index, batches, states):
+    return [decoder.layer(batch, index, hidden) for batch, hidden in zip(batches, states)]
 
 
 def _loss_gradient(decoder, hidden, ids):
@@ -86,6 +92,7 @@ def _layer(decoder, index, batches, inputs, gradients):
                 if gradient is not None:
                     total += gradient
             inputs[number] = gradients[number] = None
+            del output, found, gradient  # before the next batch makes its own
     finally:
         for weight in weights:
             weight.requires_grad_(False)
