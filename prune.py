@@ -15,8 +15,8 @@ from utils.errors import UserError
 from utils.patch import layer_lists
 from utils.perplexity import perplexity
 from utils.removal import greedy, removal_losses
-from utils.selection import (METRICS, Selection, check_n_prune, distances_from_end, legal_range, magnitudes, n_for_ratio,
-                             one_shot, parameter_accounting, random_scores, select)
+from utils.selection import (METRICS, Selection, check_n_prune, distances_from_end, legal_range, magnitudes,
+                             n_for_ratio, one_shot, parameter_accounting, random_scores, select)
 from utils.session import Session, default_folder
 from utils.surgery import save_folder
 from utils.taylor import taylor_scores
@@ -26,9 +26,9 @@ CALIBRATION = {"calib_samples": 128, "seq_len": 2048, "seed": 0}
 SHORTENED_LLAMA = {"calib_samples": 10, "seq_len": 128, "seed": 1234}  # as published for taylor and ppl
 METRIC_HELP = (
     "cosine is eq. (2); sleb removes layer by layer what costs least loss; taylor, ppl and mag rank single layers by "
-    "gradients, perplexity without the layer and size of the weights; + keeps layers 0-3 and the last two; last takes the "
-    "deepest but the last. taylor and ppl have the published defaults --calib-samples 10 --seq-len 128 --seed 1234, "
-    "all others 128, 2048 and 0")
+    "gradients, perplexity without the layer and size of the weights; + keeps layers 0-3 and the last two; last takes "
+    "the deepest but the last. taylor and ppl have the published defaults --calib-samples 10 --seq-len 128 --seed "
+    "1234, all others 128, 2048 and 0")
 
 def arguments():
     p = cli.parser(__doc__, "python prune.py --model smollm2-135m --n-prune 7 --calib-samples 16 --seq-len 512")
@@ -39,12 +39,13 @@ def arguments():
     which.add_argument("--layers", help="or: explicit list, for instance 23-29 or 3,5,7 (0-based, ends included); "
                                         "paper or paper:METHOD takes table 7, with --n-prune where it has several")
     p.add_argument("--metric", choices=METRICS, default="cosine", help=METRIC_HELP)
-    for flag, place, field in (("--protect-first", "start", "protect_first"), ("--protect-last", "end", "protect_last")):
-        p.add_argument(flag, type=cli.non_negative, help=f"layers at the {place} that stay; default by metric: "
-                       + ", ".join(f"{name} {getattr(metric, field)}" for name, metric in METRICS.items()))
+    for field, place in (("protect_first", "start"), ("protect_last", "end")):
+        defaults = ", ".join(f"{name} {getattr(metric, field)}" for name, metric in METRICS.items())
+        p.add_argument("--" + field.replace("_", "-"), type=cli.non_negative,
+                       help=f"layers at the {place} that stay (sleb: of those left at each step); default {defaults}")
     cli.add_data_flags(p)
-    cli.add_calibration_flags(p, {"sleb-lines": "SLEB's released loader, --calib-samples random lines joined by blank lines "
-                                                "and cut into the few windows that fit"})
+    cli.add_calibration_flags(p, {"sleb-lines": "SLEB's released loader, --calib-samples random lines joined by blank "
+                                                "lines and cut into the few windows that fit"})
     p.set_defaults(**dict.fromkeys(CALIBRATION))
     cli.add_output_flags(p, "selection file; default runs/<model>/selection.json")
     p.add_argument("--stats", type=Path, help="statistics to read or write; default stats.safetensors beside --out")

@@ -127,8 +127,12 @@ def test_a_hopeless_candidate_is_given_up_early_and_a_bad_lead_does_no_harm(monk
 
     monkeypatch.setattr(removal, "without_each", fake)
     monkeypatch.setattr(removal, "run", lambda decoder, batch, layers, hidden: 10 - sum(layers))
-    monkeypatch.setattr(removal, "batch_loss",
-                        lambda decoder, layer, ids, look=None: seen.append((layer, int(ids))) or losses[layer][int(ids)])
+
+    def batch_loss(decoder, layer, ids, look=None):
+        seen.append((layer, int(ids)))
+        return losses[layer][int(ids)]
+
+    monkeypatch.setattr(removal, "batch_loss", batch_loss)
     monkeypatch.setattr(removal.Shortlist, "possible", lambda decoder: False)
 
     class Parts:
@@ -281,8 +285,10 @@ def test_last_takes_the_deepest_layers_but_the_last():
 
 
 # raw Taylor orders of LLaMA-2-7B and Llama-3-8B that the authors of Shortened LLaMA published
-LLAMA2 = [0, 28, 27, 25, 29, 26, 24, 23, 21, 22, 30, 20, 19, 18, 17, 14, 16, 13, 12, 15, 31, 11, 10, 1, 9, 8, 7, 6, 5, 2, 4, 3]
-LLAMA3 = [24, 25, 26, 28, 29, 23, 27, 22, 20, 19, 21, 30, 18, 17, 16, 13, 14, 15, 12, 11, 10, 9, 8, 7, 6, 5, 31, 4, 3, 0, 2, 1]
+LLAMA2 = [0, 28, 27, 25, 29, 26, 24, 23, 21, 22, 30, 20, 19, 18, 17, 14, 16, 13, 12, 15, 31, 11,
+          10, 1, 9, 8, 7, 6, 5, 2, 4, 3]
+LLAMA3 = [24, 25, 26, 28, 29, 23, 27, 22, 20, 19, 21, 30, 18, 17, 16, 13, 14, 15, 12, 11, 10,
+          9, 8, 7, 6, 5, 31, 4, 3, 0, 2, 1]
 
 
 @pytest.mark.parametrize("raw, table", [(LLAMA2, [28, 27, 25, 29, 26, 24, 23, 21, 22]),
@@ -323,8 +329,8 @@ def test_smaller_selections_are_prefixes(metric, script, folders, tmp_path, text
     assert orders[2][:2] == orders[1] and orders[1][:1] == orders[0]
 
 
-@pytest.mark.parametrize("metric, most", [("sleb", 4), ("taylor", 6), ("taylor+", 0), ("ppl+", 0), ("mag", 6), ("random", 4),
-                                          ("last", 5), ("cosine", 4)])
+@pytest.mark.parametrize("metric, most", [("sleb", 4), ("taylor", 6), ("taylor+", 0), ("ppl+", 0), ("mag", 6),
+                                          ("random", 4), ("last", 5), ("cosine", 4)])
 def test_more_layers_than_a_metric_may_remove(metric, most, script, folders, tmp_path, text):
     for n, flags in ((most + 1, ()), (5, ("--protect-first", 1, "--protect-last", 1))):
         code, _, err = prune(script, folders("llama"), tmp_path, text, "--n-prune", n, "--metric", metric, *flags)
@@ -339,13 +345,18 @@ def test_nothing_to_remove_needs_no_work(metric, script, folders, tmp_path, text
     assert code == 0 and "0 of 6 layers removed" in out
 
 
+def prune_without_sizes(script, folder, out, text, *more):
+    return script("prune", "--model", folder, "--calib-data", text, "--n-prune", 1, "--out", out / "selection.json",
+                  *more)
+
+
 def test_published_calibration_is_the_default_of_taylor_and_ppl_only(script, folders, tmp_path):
     long = tmp_path / "long.txt"
     long.write_text(token_text(4000))
     for metric, expected in (("ppl", (10, 128, 1234)), ("taylor", (10, 128, 1234)), ("sleb", (3, 40, 0))):
         given = () if expected[0] == 10 else ("--calib-samples", 3, "--seq-len", 40)
-        code, _, err = script("prune", "--model", folders("llama"), "--calib-data", long, "--metric", metric, "--n-prune", 1,
-                              "--out", tmp_path / metric / "selection.json", *given)
+        code, _, err = prune_without_sizes(script, folders("llama"), tmp_path / metric, long, "--metric", metric,
+                                           *given)
         assert code == 0, err
         info = json.loads((tmp_path / metric / "selection.json").read_text())["calibration"]
         assert (info["windows"], info["seq_len"], info["seed"]) == expected
@@ -357,7 +368,9 @@ def test_metrics_without_data_read_none_and_last_and_random_load_no_weights(scri
     assert prune(script, folders("llama"), tmp_path / "mag", "nowhere.txt", "--n-prune", 2, "--metric", "mag")[0] == 0
     monkeypatch.setattr("utils.session.load_decoder", None)
     for metric, removed in (("last", [3, 4]), ("random", None)):
-        assert prune(script, folders("llama"), tmp_path / metric, "nowhere.txt", "--n-prune", 2, "--metric", metric)[0] == 0
+        code, _, err = prune(script, folders("llama"), tmp_path / metric, "nowhere.txt", "--n-prune", 2, "--metric",
+                             metric)
+        assert code == 0, err
         found = json.loads((tmp_path / metric / "selection.json").read_text())
         assert found["calibration"] is None and removed in (None, found["removed"])
     code, out, _ = prune(script, folders("llama"), tmp_path / "mag", "nowhere.txt", "--n-prune", 2, "--metric", "mag")
@@ -443,11 +456,12 @@ def test_random_lines_are_those_of_a_shuffled_data_set(tmp_path):
 
 
 @pytest.mark.parametrize("samples, length, part, message", [
-    (300, 32, "train", "200 lines, 300 asked for"), (3, 32, "train", "have 9 tokens"), (50, 32, "validation", "validation")])
+    (300, 32, "train", "200 lines, 300 asked for"), (3, 32, "train", "have 9 tokens"),
+    (50, 32, "validation", "validation")])
 def test_lines_that_are_not_there(samples, length, part, message, tmp_path):
     with pytest.raises(UserError, match=message):
-        calibration_windows(str(lines_file(tmp_path / "lines.txt")), tok_nobos(), samples, length, sampling="sleb-lines",
-                            part=part)
+        calibration_windows(str(lines_file(tmp_path / "lines.txt")), tok_nobos(), samples, length,
+                            sampling="sleb-lines", part=part)
 
 
 def test_random_lines_are_for_metrics_that_read_windows(script, folders, tmp_path):
@@ -467,12 +481,13 @@ def test_random_lines_are_for_metrics_that_read_windows(script, folders, tmp_pat
 
 
 def test_one_patch_a_layer_is_one_patch_a_run():
-    """Adjacent patches share their eigenbasis: the products of d, and the states of the patched models, are the same."""
+    """Adjacent patches share their eigenbasis, so the states of the two patched models are the same."""
     decoder = Decoder(tiny())
     stats = collect(decoder, WINDOWS, rotation(64), progress=False)
     runs = Variant("runs", (1, 3, 4), {end: patch_module("hadamard", d=scale_vector(stats.l1_rotated, start, end))
                                        for start, end in ((1, 2), (3, 5))})
-    layers = {layer: patch_module("hadamard", d=scale_vector(stats.l1_rotated, layer, layer + 1)) for layer in (1, 3, 4)}
+    layers = {layer: patch_module("hadamard", d=scale_vector(stats.l1_rotated, layer, layer + 1))
+              for layer in (1, 3, 4)}
     states = {}
     batch = decoder.inputs(WINDOWS)
     run_variants(decoder, batch, [runs], lambda index, hidden: states.update(runs=hidden))

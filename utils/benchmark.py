@@ -307,7 +307,8 @@ def benchmark_sleb(windows=2, seq_len=128, n_prune=7):
         start = time.perf_counter()
         layer, losses = plain_round(decoder, ids, removed)
         middle = time.perf_counter()
-        greedy(decoder, ids, number + 1, rounds=rounds, after_round=lambda done: rounds.append(done[-1]), progress=False)
+        greedy(decoder, ids, number + 1, rounds=rounds, progress=False,
+               after_round=lambda done: rounds.append(done[-1]))
         times["plain"].append(middle - start)
         times["ours"].append(time.perf_counter() - middle)
         removed.append(layer)
@@ -319,8 +320,9 @@ def benchmark_sleb(windows=2, seq_len=128, n_prune=7):
               f"{times['ours'][-1]:.1f} s", flush=True)
     ours = [done["layer"] for done in rounds]
     plain, shared = (sum(times[side]) for side in ("plain", "ours"))
-    print(f"{n_prune} of {decoder.num_layers} layers, {windows} windows of {seq_len}: plain {plain:.1f} s, ours {shared:.1f} s, "
-          f"ratio {plain / shared:.2f}, median of the rounds {median_ratio(times, 'plain', 'ours'):.2f} (target 1.7)")
+    print(f"{n_prune} of {decoder.num_layers} layers, {windows} windows of {seq_len}: plain {plain:.1f} s, "
+          f"ours {shared:.1f} s, ratio {plain / shared:.2f}, median of the rounds "
+          f"{median_ratio(times, 'plain', 'ours'):.2f} (target 1.7)")
     print(f"removed lists {'equal' if removed == ours else f'DIFFER: {removed}'}: {ours}; losses known in full "
           f"{complete} of {sum(len(done['scores']) for done in rounds)}, largest difference {largest:.1e} nats")
 

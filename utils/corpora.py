@@ -248,7 +248,8 @@ def describe(info):
     if info["kind"] == "documents":
         parts.append(f"{info['documents_long_enough']} of {info['documents']} documents are longer than a window")
     elif info.get("sampling") == "sleb-lines":
-        parts.append(f"{info['samples']} random lines (seed {info['seed']}) joined by blank lines, {info['tokens']} tokens")
+        lines = f"{info['samples']} random lines (seed {info['seed']})"
+        parts.append(f"{lines} joined by blank lines, {info['tokens']} tokens")
     else:
         joined = f"{info['rows']} rows joined by {info['join']!r}" if info["join"] else "text as it is"
         parts.append(f"{joined}, tokenised once into {info['tokens']} tokens")

@@ -70,4 +70,5 @@ def perplexity(loss):
     try:
         return math.exp(loss)
     except OverflowError:
-        raise WorkError(f"the perplexity exp({loss:.0f}) exceeds all floating-point numbers; the model is broken") from None
+        raise WorkError(f"the perplexity exp({loss:.0f}) exceeds all floating-point numbers; the model is "
+                        "broken") from None

@@ -1,7 +1,7 @@
 """Selection by the loss of the model without a layer: PPL of Shortened LLaMA in one shot, SLEB greedily.
 
-Candidates share the layers before the removed one. The greedy search gives up a candidate once a lower bound of its loss
-exceeds the best complete loss, so that it removes the layers that a search with every loss would remove.
+Candidates share the layers before the removed one. The greedy search gives up a candidate once a lower bound of its
+loss exceeds the best complete loss, so that it removes the layers that a search with every loss would remove.
 """
 
 import math
@@ -127,7 +127,8 @@ class _Race:
                     ids = self.parts[number]
                     batch = self.decoder.inputs(ids)
                     rest = [other for other in self.alive if other != layer]
-                    self._see(layer, number, batch_loss(self.decoder, run(self.decoder, batch, rest, batch.hidden), ids))
+                    hidden = run(self.decoder, batch, rest, batch.hidden)
+                    self._see(layer, number, batch_loss(self.decoder, hidden, ids))
         complete = [layer for layer in self.exact if self._is_complete(layer)]
         return min(complete, key=lambda layer: (self._total(layer), layer))
 

@@ -55,7 +55,7 @@ class Selection:
     def stored(cls, content, path):
         """The Selection of a selection artifact. Raises UserError when its order or scores are damaged."""
         order, scores = content.get("order"), content.get("scores")
-        if not isinstance(order, list) or not all(type(layer) is int for layer in order) or not isinstance(scores, list):
+        if not (isinstance(order, list) and isinstance(scores, list) and all(type(layer) is int for layer in order)):
             raise UserError(f"{path}: order or scores are damaged; --force recomputes")
         return cls(tuple(sorted(order)), tuple(order), tuple(scores))
 
@@ -86,9 +86,9 @@ def legal_range(metric, n_prune, num_layers, protect_first=None, protect_last=No
     last = METRICS[metric].protect_last if protect_last is None else protect_last
     check_n_prune(n_prune, num_layers)
     if n_prune > num_layers - first - last:
-        raise UserError(f"--n-prune {n_prune}: --metric {metric} may remove only {max(num_layers - first - last, 0)} of "
-                        f"{num_layers} layers (it keeps the first {first} and the last {last}; see --protect-first "
-                        "and --protect-last)")
+        raise UserError(f"--n-prune {n_prune}: --metric {metric} may remove only "
+                        f"{max(num_layers - first - last, 0)} of {num_layers} layers (it keeps the first {first} and the "
+                        f"last {last}; see --protect-first and --protect-last)")
     return first, last
 
 
