@@ -375,6 +375,11 @@ def test_metrics_without_data_read_none_and_last_and_random_load_no_weights(scri
         assert found["calibration"] is None and removed in (None, found["removed"])
     code, out, _ = prune(script, folders("llama"), tmp_path / "mag", "nowhere.txt", "--n-prune", 2, "--metric", "mag")
     assert code == 0 and "reused" in out
+    path = tmp_path / "mag" / "selection.json"
+    for edit, message in (({"removed": [0, 1]}, "edited"), ({"order": "0,1"}, "damaged")):
+        path.write_text(json.dumps({**json.loads(path.read_text()), **edit}))
+        code, _, err = prune(script, folders("llama"), tmp_path / "mag", "nowhere.txt", "--n-prune", 2, "--metric", "mag")
+        assert code == 2 and message in err
 
 
 def kill_in_round(number, monkeypatch):
