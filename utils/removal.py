@@ -157,12 +157,12 @@ class _Race:
         """A batch for the open candidates. Returns the new pace."""
         ids = self.parts[number]
         batch = self.decoder.inputs(ids)
-        weight = shortlist and shortlist.rows(self.decoder)
+        rows = shortlist and shortlist.rows(self.decoder)
         best_pace = pace[self.lead] + self.exact[self.lead][number]
         kept = {self.lead: best_pace}
         for layer, hidden in without_each(self.decoder, batch, self.alive, self.open):
             if shortlist:
-                self._see(layer, number, shortlist.bound(self.decoder, hidden, weight), exact=False)
+                self._see(layer, number, shortlist.bound(self.decoder, hidden, rows), exact=False)
             if layer in self.open and (not shortlist or self.sums[layer] * EQUAL <= best_pace):
                 self._see(layer, number, batch_loss(self.decoder, hidden, ids))
                 if layer in pace:

@@ -87,8 +87,8 @@ def legal_range(metric, n_prune, num_layers, protect_first=None, protect_last=No
     check_n_prune(n_prune, num_layers)
     if n_prune > num_layers - first - last:
         raise UserError(f"--n-prune {n_prune}: --metric {metric} may remove only "
-                        f"{max(num_layers - first - last, 0)} of {num_layers} layers (it keeps the first {first} and the "
-                        f"last {last}; see --protect-first and --protect-last)")
+                        f"{max(num_layers - first - last, 0)} of {num_layers} layers (it keeps the first {first} and "
+                        f"the last {last}; see --protect-first and --protect-last)")
     return first, last
 
 
