@@ -1,62 +1,89 @@
 """Choose the layers to remove (paper, section 3.1, appendices A and F) and write selection.json.
 
-One forward pass over the calibration windows gives stats.safetensors; every further n or metric reads it.
+The cosine family reads stats.safetensors, which one forward pass over the calibration windows gives, for every n.
+sleb, ppl and taylor need the loss on the windows, mag the weights only, random and last nothing.
 """
 
+import argparse
 import json
-import sys
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 
 from utils import cli
-from utils.artifacts import read_json, reusable, write_json
+from utils.artifacts import read_json, recipe_difference, reusable, sha256_json, write_json
 from utils.errors import UserError
 from utils.merging import FLAGS as LACO_FLAGS
 from utils.merging import Laco, add_flags
-from utils.models import PRESETS
 from utils.patch import layer_lists
-from utils.selection import METRICS, Selection, check_n_prune, n_for_ratio, parameter_accounting, select
+from utils.perplexity import perplexity
+from utils.removal import greedy, removal_losses
+from utils.selection import (METRICS, Selection, check_n_prune, distances_from_end, legal_range, magnitudes,
+                             n_for_ratio, one_shot, parameter_accounting, random_scores, select)
 from utils.session import Session, default_folder
 from utils.surgery import save_folder
+from utils.taylor import taylor_scores
 from utils.variants import Variant
 from utils.width import LLMPruner
 
 BASELINES = {"laco": Laco, "llm-pruner": LLMPruner}  # metrics that change the weights of what stays
-FEW_WINDOWS = (10, 64)  # samples and tokens of their calibration, as LLM-Pruner publishes
+CALIBRATION = {"calib_samples": 128, "seq_len": 2048, "seed": 0}
+SHORTENED_LLAMA = {"calib_samples": 10, "seq_len": 128, "seed": 1234}  # as published for taylor and ppl
+LLM_PRUNER = {**CALIBRATION, "calib_samples": 10, "seq_len": 64}  # as published; laco reads few short windows as well
+METRIC_HELP = (
+    "cosine is eq. (2); sleb removes layer by layer what costs least loss; taylor, ppl and mag rank single layers by "
+    "gradients, perplexity without the layer and size of the weights; + keeps layers 0-3 and the last two; last takes "
+    "the deepest but the last. taylor and ppl have the published defaults --calib-samples 10 --seq-len 128 --seed "
+    "1234, all others 128, 2048 and 0, but laco and llm-pruner, which read 10 windows of 64 tokens. These two change weights "
+    "and need --save-model: laco merges layers; llm-pruner makes them narrower, by default 4 to 29 of 32, in proportion")
 
 
 def arguments():
     p = cli.parser(__doc__, "python prune.py --model smollm2-135m --n-prune 7 --calib-samples 16 --seq-len 512")
     cli.add_model_flags(p)
     which = p.add_argument_group("what to remove")
-    which.add_argument("--n-prune", type=int, help="number of layers")
+    which.add_argument("--n-prune", type=int, nargs="+", help="number of layers; several share one computation and need "
+                                                              "{n} in --out")
     which.add_argument("--ratio", type=float, help="or: share of all parameters, for instance 0.25; nearest n")
     which.add_argument("--layers", help="or: explicit list, for instance 23-29 or 3,5,7 (0-based, ends included); "
                                         "paper or paper:METHOD takes table 7, with --n-prune where it has several")
-    p.add_argument("--metric", choices=(*METRICS, *BASELINES), default="cosine",
-                   help="cosine is eq. (2); laco merges layers; llm-pruner makes layers narrower, by default 4 to 29 "
-                        "of 32 in proportion to the depth; both need --save-model and read 10 windows of 64 tokens "
-                        "unless told otherwise")
-    p.add_argument("--protect-first", type=cli.non_negative, help="layers at the start that stay; default 1 (shortgpt 0)")
-    p.add_argument("--protect-last", type=cli.non_negative, help="layers at the end that stay; default 1 (shortgpt 0)")
+    p.add_argument("--metric", choices=(*METRICS, *BASELINES), default="cosine", help=METRIC_HELP)
+    for field, place in (("protect_first", "start"), ("protect_last", "end")):
+        defaults = ", ".join(f"{name} {getattr(metric, field)}" for name, metric in METRICS.items())
+        p.add_argument("--" + field.replace("_", "-"), type=cli.non_negative,
+                       help=f"layers at the {place} that stay (sleb: of those left at each step); default {defaults}")
     cli.add_data_flags(p)
-    cli.add_calibration_flags(p)
+    cli.add_calibration_flags(p, {"sleb-lines": "SLEB's released loader, --calib-samples random lines joined by blank "
+                                                "lines and cut into the few windows that fit"})
+    p.set_defaults(**dict.fromkeys(CALIBRATION))
     add_flags(p)
-    cli.add_output_flags(p, "selection file; default runs/<model>/selection.json")
+    cli.add_output_flags(p, "selection file; default runs/<model>/selection.json; {n} stands for the number of layers")
     p.add_argument("--stats", type=Path, help="statistics to read or write; default stats.safetensors beside --out")
     p.add_argument("--save-model", type=Path, help="also write the pruned model as a folder")
     args = p.parse_args()
     ways = [name for name in ("n_prune", "ratio", "layers") if getattr(args, name) is not None]
     if ways != ["n_prune", "layers"] and len(ways) != 1:
         p.error("give one of --n-prune, --ratio and --layers")
+    if args.n_prune and len(args.n_prune) > 1:
+        if args.layers or args.save_model or args.metric in BASELINES or "{n}" not in str(args.out):
+            p.error("several --n-prune: only with {n} in --out, and without --layers, --save-model, laco and llm-pruner")
     check_baseline_flags(p, args)
     if len(ways) == 2 and not args.layers.startswith("paper"):
         p.error("--layers already says how many; drop --n-prune")
+    if args.calib_sampling == "sleb-lines" and (
+            args.layers or args.metric in BASELINES or METRICS[args.metric].reads != "windows"):
+        names = ", ".join(name for name, metric in METRICS.items() if metric.reads == "windows")
+        p.error(f"--calib-sampling sleb-lines: only for --metric {names}")
+    published = args.metric.rstrip("+") in ("taylor", "ppl") and args.layers is None
+    defaults = SHORTENED_LLAMA if published else LLM_PRUNER if args.metric in BASELINES else CALIBRATION
+    for name, value in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     return args
 
 
 def check_baseline_flags(p, args):
-    """Flags of laco and llm-pruner fit the metric; their calibration is short unless told otherwise."""
+    """Leave with exit code 2 when flags do not fit laco or llm-pruner, or are laco's under another metric."""
     flag = next((f"--{name.replace('_', '-')}" for name in LACO_FLAGS if getattr(args, name) is not None), None)
     if flag and args.metric != "laco":
         p.error(f"{flag} belongs to --metric laco")
@@ -66,33 +93,39 @@ def check_baseline_flags(p, args):
         p.error(f"--metric {args.metric} takes --n-prune or --ratio, no --layers")
     if args.metric == "laco" and (args.protect_first is not None or args.protect_last is not None):
         p.error("--metric laco takes --laco-range instead of --protect-first and --protect-last")
-    given = {word.partition("=")[0] for word in sys.argv[1:]}
-    for name, value in zip(("calib_samples", "seq_len"), FEW_WINDOWS):
-        if f"--{name.replace('_', '-')}" not in given:
-            setattr(args, name, value)
 
 
 def change_weights(args, session):
     """laco and llm-pruner: selection.json, and the model whose kept weights they change in --save-model."""
     baseline = BASELINES[args.metric](args, session)
-    if reusable(args.out, "selection", baseline.recipe, args.force):
-        content = read_json(args.out, "selection")
+    stored = reusable(args.out, "selection", baseline.recipe, args.force)
+    content = read_json(args.out, "selection") if stored else {
+        "model": session.source.identity(), "metric": args.metric, **baseline.select(),
+        "calibration": baseline.windows.info, "recipe": baseline.recipe}
+    fingerprint = sha256_json({name: value for name, value in content.items() if name != "provenance"})
+    folder_is_there = stored and args.save_model and made_from(args.save_model, fingerprint)
+    if stored and not folder_is_there:
         baseline.check(content, args.out)
-    else:
-        content = baseline.select()
-        write_json(args.out, "selection", {
-            "model": session.source.identity(), "metric": args.metric, **content, "calibration": baseline.windows.info,
-            "recipe": baseline.recipe, "provenance": session.watch.provenance(session.decoder)})
+    elif not stored:
+        write_json(args.out, "selection", {**content, "provenance": session.watch.provenance(session.decoder)})
     for line in baseline.report(content):
         print(line)
     parameters = content["parameters"]
     print(f"parameters {parameters['before']:,} -> {parameters['before'] - parameters['removed']:,} "
           f"({parameters['ratio_percent']:.2f} %)")
     print(f"wrote {args.out}")
-    if args.save_model:
+    if folder_is_there:
+        print(f"{args.save_model}: reused (made from this selection; --force writes it anew)")
+    elif args.save_model:
         described = baseline.save(content, {"base_model": session.source.identity(), "seed": args.seed,
-                                            "calibration": baseline.windows.info})
+                                            "calibration": baseline.windows.info, "selection_sha256": fingerprint})
         print(f"wrote {args.save_model} ({described})")
+
+
+def made_from(folder, fingerprint):
+    """Whether a model folder of this project was written from the selection with this sha256."""
+    about = folder / "linearpatch.json"
+    return about.is_file() and json.loads(about.read_text()).get("selection_sha256") == fingerprint
 
 
 def paper_layers(model, method, n_prune):
@@ -111,8 +144,43 @@ def paper_layers(model, method, n_prune):
     return named[0]["removed_layers"]
 
 
-def choose(args, session):
-    """(Selection, recipe, calibration info or None, metric name)."""
+class Needed:
+    """What the metric reads and computes, had once however many n are asked for."""
+
+    def __init__(self, args, session):
+        self.args, self.session = args, session
+        self.rounds = ()  # of sleb, for the largest n so far
+
+    @cached_property
+    def stats(self):
+        return self.session.stats(self.args.stats)
+
+    @cached_property
+    def windows(self):
+        return self.session.calibration()
+
+    def scores(self, legal):
+        """One score a layer for the metrics that rank single layers; None where the metric never looks."""
+        if not hasattr(self, "_scores"):
+            self._scores = self._compute(legal)
+        return self._scores
+
+    def _compute(self, legal):
+        args, (first, last), num_layers = self.args, legal, self.session.source.shape[0]
+        family = args.metric.rstrip("+")
+        if family == "taylor":
+            return taylor_scores(self.session.decoder, self.windows.ids, args.batch_size)
+        if family == "ppl":
+            candidates = range(first, num_layers - last)
+            losses = removal_losses(self.session.decoder, self.windows.ids, candidates, args.batch_size)
+            return [None] * first + [perplexity(loss) for loss in losses] + [None] * last
+        if family == "mag":
+            return magnitudes(self.session.decoder)
+        return random_scores(num_layers, args.seed) if family == "random" else distances_from_end(num_layers)
+
+
+def plan(args, session, needed):
+    """(recipe, calibration info or None, metric name, function that gives the Selection). Raises UserError."""
     total, per_layer = session.parameters
     recipe = {"model": session.source.identity()}
     if args.layers is not None:
@@ -121,37 +189,113 @@ def choose(args, session):
         if order and max(order) >= len(per_layer):
             raise UserError(f"--layers {args.layers}: the model has layers 0 to {len(per_layer) - 1}")
         check_n_prune(len(order), len(per_layer))
-        return Selection(tuple(sorted(order)), tuple(order), ()), {**recipe, "layers": order}, None, "list"
+        return {**recipe, "layers": order}, None, "list", lambda: Selection(tuple(sorted(order)), tuple(order), ())
     n_prune = args.n_prune if args.ratio is None else n_for_ratio(args.ratio, total, per_layer)
     check_n_prune(n_prune, len(per_layer))
     if n_prune == 0:
-        return Selection((), (), ()), {**recipe, "layers": []}, None, args.metric
-    stats, stats_recipe, calibration = session.stats(args.stats)
-    selection = select(stats, args.metric, n_prune, args.protect_first, args.protect_last)
-    recipe.update(metric=args.metric, n_prune=n_prune, stats=stats_recipe,
-                  protect=[args.protect_first, args.protect_last])
-    return selection, recipe, calibration, args.metric
+        return {**recipe, "layers": []}, None, args.metric, lambda: Selection((), (), ())
+    legal = legal_range(args.metric, n_prune, len(per_layer), args.protect_first, args.protect_last)
+    recipe.update(metric=args.metric, n_prune=n_prune, protect=[args.protect_first, args.protect_last])
+    calibration, reads = None, METRICS[args.metric].reads
+    if reads == "stats":
+        _, recipe["stats"], calibration = needed.stats
+    elif reads == "windows":
+        calibration, (windows, seq_len) = needed.windows.info, needed.windows.ids.shape
+        recipe.update(token_ids_sha256=calibration["token_ids_sha256"], windows=windows, seq_len=seq_len,
+                      dtype=session.dtype_name)
+    elif args.metric == "random":
+        recipe["seed"] = args.seed
+    return recipe, calibration, args.metric, lambda: choose(args, session, needed, recipe, legal)
+
+
+def choose(args, session, needed, recipe, legal):
+    """The Selection by --metric."""
+    n_prune = recipe["n_prune"]
+    if METRICS[args.metric].reads == "stats":
+        return select(needed.stats[0], args.metric, n_prune, *legal)
+    if args.metric == "sleb":
+        return search(args, session.decoder, recipe, needed, legal)
+    return one_shot(needed.scores(legal), n_prune, *legal)
+
+
+def progress_path(args):
+    return args.out.with_suffix(".progress.json")
+
+
+def search(args, decoder, recipe, needed, legal):
+    """SLEB's greedy search. What is finished lies beside --out, so that a killed call goes on from there."""
+    path, n_prune, rounds = progress_path(args), recipe["n_prune"], list(needed.rounds)
+    recipe = {**recipe, "n_prune": None}  # a search for fewer layers is the start of one for more
+    if path.exists() and not args.force:
+        found = read_json(path, "progress")
+        differing = recipe_difference(found["recipe"], recipe)
+        if differing:
+            print(f"{path}: made with another {differing}; starting anew")
+        else:
+            rounds = checked_rounds(found["rounds"], decoder.num_layers, path)
+            print(f"{path}: goes on behind {len(rounds)} removed layers")
+    return greedy(decoder, needed.windows.ids, n_prune, *legal, args.batch_size, rounds,
+                  lambda rounds: write_json(path, "progress", {"recipe": recipe, "rounds": rounds}))
+
+
+def rounds_of(selection):
+    """The rounds of a search from its Selection."""
+    return [{"layer": layer, "scores": [row for row in selection.scores if row["round"] == number]}
+            for number, layer in enumerate(selection.order, 1)]
+
+
+def checked_rounds(rounds, num_layers, path):
+    """Finished rounds of a search as a progress file has them. Raises UserError when they are damaged."""
+    layers = [done.get("layer") for done in rounds if isinstance(done, dict) and isinstance(done.get("scores"), list)]
+    if len(layers) < len(rounds) or not set(layers) <= set(range(num_layers)) or len(set(layers)) < len(layers):
+        raise UserError(f"{path}: its rounds are damaged; delete it, or --force starts anew")
+    return rounds
+
+
+def summary(selection, metric):
+    """Up to three best candidates in words; of a greedy search what each removal cost."""
+    rows = selection.scores
+    if metric == "sleb":
+        rows = [row for row in rows if row["layer"] == selection.order[row["round"] - 1]]
+        return [f"round {row['round']}: layer {row['layer']}, loss {row['score']:.4f}" for row in rows]
+    rows = sorted(rows, key=lambda row: row["score"], reverse=metric.startswith("cosine"))[:3]
+    places = [f"[{row['start']}, {row['end']})" if "start" in row else f"layer {row['layer']}" for row in rows]
+    return [f"{place}: {row['score']:.6f}" for place, row in zip(places, rows)]
 
 
 def main():
     args = arguments()
     args.out = args.out or default_folder(args.model) / "selection.json"
-    args.stats = args.stats or args.out.with_name("stats.safetensors")
-    cli.check_outputs(args, out=".json", stats=".safetensors")
+    args.stats = args.stats or Path(str(args.out).replace("{n}", "n")).with_name("stats.safetensors")
     session = Session(args)
+    needed = Needed(args, session)
+    for n_prune in sorted(args.n_prune or [None], key=lambda n: -(n or 0)):  # the largest first: others are parts of it
+        each = argparse.Namespace(**{**vars(args), "n_prune": n_prune})
+        each.out = Path(str(args.out).replace("{n}", str(n_prune)))
+        cli.check_outputs(each, out=".json", stats=".safetensors")
+        prune(each, session, needed)
+
+
+def prune(args, session, needed):
+    """Write the selection of one n, and with --save-model its folder."""
     if args.save_model:
         session.tokenizer  # a model folder needs one: fail before any work
     if session.source.is_patched:
         raise UserError(f"--model {args.model}: already carries patches; prune the model that it was made from")
     if args.metric in BASELINES:
         return change_weights(args, session)
-    selection, recipe, calibration, metric = choose(args, session)
+    recipe, calibration, metric, compute = plan(args, session, needed)
+    stored = read_json(args.out, "selection") if reusable(args.out, "selection", recipe, args.force) else None
+    costly = metric in METRICS and METRICS[metric].reads in ("windows", "weights")
+    selection = Selection.stored(stored, args.out) if stored and costly else compute()
+    if metric == "sleb" and len(selection.order) > len(needed.rounds):
+        needed.rounds = rounds_of(selection)
     total, per_layer = session.parameters
     lists = layer_lists(len(per_layer), selection.removed)
     parameters = parameter_accounting(total, per_layer, selection.removed, session.source.shape[1])
 
-    if reusable(args.out, "selection", recipe, args.force):
-        if read_json(args.out, "selection")["removed"] != lists["removed"]:
+    if stored:
+        if stored["removed"] != lists["removed"]:
             raise UserError(f"{args.out}: its removed layers were edited and do not follow from its recipe; "
                             "use --layers for a list of your own, or --force")
     else:
@@ -159,12 +303,13 @@ def main():
             "model": session.source.identity(), "metric": metric, "n_prune": len(selection.removed), **lists,
             "order": list(selection.order), "scores": list(selection.scores), "parameters": parameters,
             "calibration": calibration, "recipe": recipe, "provenance": session.watch.provenance()})
+        if metric == "sleb":
+            progress_path(args).unlink(missing_ok=True)
 
     print(f"remove layers {lists['removed']} (0-based), keep {lists['kept']}")
     print("runs (half-open): " + (", ".join(f"[{a}, {b})" for a, b in lists["runs"]) or "none"))
-    for candidate in sorted(selection.scores, key=lambda c: c["score"], reverse=metric.startswith("cosine"))[:3]:
-        place = f"[{candidate['start']}, {candidate['end']})" if "start" in candidate else f"layer {candidate['layer']}"
-        print(f"  {metric} {place}: {candidate['score']:.6f}")
+    for line in summary(selection, metric):
+        print(f"  {metric} {line}")
     print(f"{len(selection.removed)} of {len(per_layer)} layers removed; parameters {total:,} -> "
           f"{total - parameters['removed']:,} ({parameters['ratio_percent']:.2f} %; "
           f"{parameters['ratio_with_patch_percent']:.2f} % with a dense patch per run)")

@@ -25,7 +25,7 @@ def collected(no_ops):
     return collect(Decoder(tiny(no_ops=no_ops)), ids(), rotation(64), progress=False)
 
 
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("metric", [name for name, metric in METRICS.items() if metric.reads == "stats"])
 def test_a_no_op_block_is_chosen(metric):
     selection = select(collected((2, 3)), metric, 2)
     assert selection.removed == (2, 3)

@@ -26,11 +26,13 @@ from utils.errors import UserError, WorkError
 REQUIRED = {  # fields that readers rely on, with their types
     "selection": {"model": dict, "removed": list}, "patch": {"model": dict, "removed": list, "scaling": str},
     "ppl": {"model": dict, "results": list}, "qa": {"model": dict, "results": list},
-    "mmlu": {"model": dict, "results": list}, "overhead": {"model": dict, "results": list}, "checkpoint": {"recipe": dict, "step": int, "log": list},
+    "mmlu": {"model": dict, "results": list}, "overhead": {"model": dict, "results": list},
+    "checkpoint": {"recipe": dict, "step": int, "log": list},
     "teacher": {"recipe": dict, "sha256": str}, "stats": {"recipe": dict},
+    "progress": {"recipe": dict, "rounds": list},
 }
 VERSIONS = {"selection": 1, "stats": 1, "patch": 1, "ppl": 1, "qa": 1, "mmlu": 1,
-            "overhead": 1, "checkpoint": 1, "teacher": 1}
+            "overhead": 1, "checkpoint": 1, "teacher": 1, "progress": 1}
 HEADER = "linearpatch"  # key of the JSON inside a safetensors header
 
 
@@ -250,6 +252,11 @@ def git_commit():
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit + ("+" if changed else "")
+
+
+def sha256_json(content):
+    """Hex sha256 of what JSON can hold, whatever the order of its fields."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def sha256_file(path):

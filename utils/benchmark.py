@@ -19,6 +19,7 @@ from utils.hadamard import rotation
 from utils.models import EMBEDDED, Decoder, find_model, load_decoder, load_tokenizer
 from utils.patch import patch_module, scale_vector
 from utils.perplexity import window_losses
+from utils.removal import greedy
 from utils.variants import Variant, run_variants
 from utils.corpora import evaluation_windows
 
@@ -285,8 +286,56 @@ class _Recipe:
         return loss.item()
 
 
+def plain_round(decoder, ids, removed, first=1, last=1):
+    """The layer that the plain greedy loop removes next: whole forwards of the model, full logits, cross-entropy."""
+    name, config = decoder.layers_path.rpartition(".")[2], decoder.config
+    alive = [layer for layer in range(decoder.num_layers) if layer not in removed]
+    losses = {}
+    for candidate in alive[first:len(alive) - last]:
+        kept = [decoder.layers[layer] for layer in alive if layer != candidate]
+        setattr(decoder.parent, name, torch.nn.ModuleList(kept))
+        config.num_hidden_layers = len(kept)
+        losses[candidate] = 0.0
+        for window in ids.split(1):
+            logits = decoder.model(input_ids=window, use_cache=False).logits[:, :-1].flatten(0, 1).float()
+            loss = torch.nn.functional.cross_entropy(logits, window[:, 1:].flatten(), reduction="none")
+            losses[candidate] += loss.double().sum().item()
+    setattr(decoder.parent, name, decoder.layers)
+    config.num_hidden_layers = decoder.num_layers
+    return min(losses, key=lambda layer: (losses[layer], layer)), losses
+
+
+@torch.no_grad()
+def benchmark_sleb(windows=2, seq_len=128, n_prune=7):
+    """Greedy removal with shared prefixes and bounds against the plain loop: time, removed layers, losses."""
+    decoder, ids = embedded_windows(windows, seq_len)
+    rounds, removed, times, largest, complete = [], [], {"plain": [], "ours": []}, 0.0, 0
+    for number in range(n_prune):  # one round of each side in turn
+        start = time.perf_counter()
+        layer, losses = plain_round(decoder, ids, removed)
+        middle = time.perf_counter()
+        greedy(decoder, ids, number + 1, rounds=rounds, progress=False,
+               after_round=lambda done: rounds.append(done[-1]))
+        times["plain"].append(middle - start)
+        times["ours"].append(time.perf_counter() - middle)
+        removed.append(layer)
+        for row in rounds[-1]["scores"]:
+            if row["complete"]:
+                complete += 1
+                largest = max(largest, abs(row["score"] - losses[row["layer"]] / ids[:, 1:].numel()))
+        print(f"round {number + 1}: plain removes {layer} in {times['plain'][-1]:.1f} s, ours {rounds[-1]['layer']} in "
+              f"{times['ours'][-1]:.1f} s", flush=True)
+    ours = [done["layer"] for done in rounds]
+    plain, shared = (sum(times[side]) for side in ("plain", "ours"))
+    print(f"{n_prune} of {decoder.num_layers} layers, {windows} windows of {seq_len}: plain {plain:.1f} s, "
+          f"ours {shared:.1f} s, ratio {plain / shared:.2f}, median of the rounds "
+          f"{median_ratio(times, 'plain', 'ours'):.2f} (target 1.7)")
+    print(f"removed lists {'equal' if removed == ours else f'DIFFER: {removed}'}: {ours}; losses known in full "
+          f"{complete} of {sum(len(done['scores']) for done in rounds)}, largest difference {largest:.1e} nats")
+
+
 BENCHMARKS = {"collect": benchmark_collect, "ppl": benchmark_ppl, "qa": benchmark_qa, "mmlu": benchmark_mmlu,
-              "distill": benchmark_distill}
+              "distill": benchmark_distill, "sleb": benchmark_sleb}
 
 
 def main():

@@ -14,7 +14,9 @@ from utils.errors import UserError, WorkError
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    pass
+    def _get_help_string(self, action):
+        """Where there is no default, the flag's own text says what happens."""
+        return action.help if action.default is None else super()._get_help_string(action)
 
 
 def parser(description, example):
@@ -41,14 +43,16 @@ def add_data_flags(p):
                    help="local copies of the data sets (also $LINEARPATCH_DATA); then no network is tried")
 
 
-def add_calibration_flags(p):
-    """Calibration text and how windows are taken from it."""
+def add_calibration_flags(p, more_sampling=None):
+    """Calibration text and how windows are taken from it; more_sampling: {further choice: what it does}."""
+    more_sampling = more_sampling or {}
     group = p.add_argument_group("calibration")
     group.add_argument("--calib-data", default=None,
                        help="corpus[:split] or file; default wiki for the embedded model, else wikitext2")
     group.add_argument("--calib-samples", type=positive, default=128, help="windows")
-    group.add_argument("--calib-sampling", choices=["random", "first"], default="random",
-                       help="random: seeded starts in the first 90 %% of the split; first: consecutive from its start")
+    group.add_argument("--calib-sampling", choices=["random", "first", *more_sampling], default="random",
+                       help="random: seeded starts in the first 90 %% of the split; first: consecutive from its start"
+                            + "".join(f"; {name}: {text}" for name, text in more_sampling.items()))
     group.add_argument("--seq-len", type=positive, default=2048, help="tokens a window")
     group.add_argument("--seed", type=seed, default=0, help="of every random draw")
     group.add_argument("--batch-size", type=positive, default=1, help="windows a forward pass")

@@ -7,10 +7,11 @@ drop the tail (section 4.1); C4 is evaluated on 256 crops of long documents, dra
 import random
 from dataclasses import dataclass
 
+import numpy
 import torch
 
 from utils.errors import UserError
-from utils.texts import load_text
+from utils.texts import BLANK_LINE, load_text, split_lines
 from utils.tokens import document_lengths, ids_sha256, leading_bos, token_stream, tokenise
 
 TRAIN_SHARE = 0.9  # training windows lie in the first 90 %, validation windows in the last 10 %
@@ -39,24 +40,29 @@ def calibration_windows(spec, tokenizer, samples, seq_len, seed=0, sampling="ran
     meet the validation part when they take more than 90 % of it), from the 90 % mark for part="validation".
     Documents: the same shares of the list of documents. "random" draws a document until one has more than seq_len
     tokens, then an offset; "first" takes the first seq_len tokens of each such document, in order.
+    sampling="sleb-lines": SLEB's released loader, in which `samples` counts lines: that many random lines of the whole
+    split joined by blank lines, cut into as many windows as fit, often a handful. part must be "train".
 
     Raises UserError when the text is too short, with the counts.
     """
-    _check_choice("--calib-sampling", sampling, ("random", "first"))
+    _check_choice("--calib-sampling", sampling, ("random", "first", "sleb-lines"))
     _check_choice("part", part, ("train", "validation"))
     _check_at_least("--calib-samples", samples, 1)
     _check_at_least("--seq-len", seq_len, 2)
     text = load_text(spec, "calibration", data_dir)
-    cut = _calibration_from_stream if text.kind == "stream" else _calibration_from_documents
+    if sampling == "sleb-lines":
+        cut = _calibration_from_lines
+    else:
+        cut = _calibration_from_stream if text.kind == "stream" else _calibration_from_documents
     ids, tokens_info = cut(text, tokenizer, samples, seq_len, seed, sampling, part)
     info = {
         **_text_info(text),
         "part": part,
         "sampling": sampling,
-        "seed": seed if sampling == "random" else None,
+        "seed": None if sampling == "first" else seed,
         "samples": samples,
         "seq_len": seq_len,
-        "windows": samples,
+        "windows": len(ids),
         **tokens_info,
         "token_ids_sha256": ids_sha256(ids),
     }
@@ -97,6 +103,23 @@ def _calibration_from_documents(text, tokenizer, samples, seq_len, seed, samplin
         _check_enough(text, len(long_enough), samples, seq_len)
         crops = [(index, 0) for index in long_enough[:samples]]
     return _cut_crops(text, tokenizer, crops, seq_len), info
+
+
+def _calibration_from_lines(text, tokenizer, samples, seq_len, seed, sampling, part):
+    """The order of lines is that of a data set shuffled by the library `datasets` with this seed."""
+    if text.kind != "stream" or part != "train":
+        raise UserError(f"--calib-sampling {sampling}: takes lines of a text, not the {part} part of {text.name} "
+                        f"({text.kind})")
+    lines = [line for row in text.rows for line in (split_lines(row) or [row])]
+    if len(lines) < samples:
+        raise UserError(f"{text.name}: {len(lines)} lines, {samples} asked for; lower --calib-samples")
+    chosen = numpy.random.default_rng(seed).permutation(len(lines))[:samples]
+    stream, info = token_stream(BLANK_LINE.join(lines[index] for index in chosen), tokenizer)
+    count = len(stream) // seq_len
+    if count == 0:
+        raise UserError(f"{text.name}: {samples} random lines have {len(stream)} tokens < one window of {seq_len}; "
+                        "lower --seq-len or give more --calib-samples")
+    return stream[: count * seq_len].view(count, seq_len), {**info, "dropped_tokens": len(stream) - count * seq_len}
 
 
 def _share(part, sampling, length):
@@ -224,11 +247,15 @@ def describe(info):
     parts = [f"{info['corpus']}{split}{source}"]
     if info["kind"] == "documents":
         parts.append(f"{info['documents_long_enough']} of {info['documents']} documents are longer than a window")
+    elif info.get("sampling") == "sleb-lines":
+        lines = f"{info['samples']} random lines (seed {info['seed']})"
+        parts.append(f"{lines} joined by blank lines, {info['tokens']} tokens")
     else:
         joined = f"{info['rows']} rows joined by {info['join']!r}" if info["join"] else "text as it is"
         parts.append(f"{joined}, tokenised once into {info['tokens']} tokens")
     if "sampling" in info:
-        order = f"drawn at random with seed {info['seed']}" if info["sampling"] == "random" else "the first ones"
+        order = {"random": f"drawn at random with seed {info['seed']}", "first": "the first ones",
+                 "sleb-lines": "as many as fit"}[info["sampling"]]
         parts.append(f"windows={info['windows']} seq_len={info['seq_len']}, {order}, {info['part']} part")
     else:
         cut = "crops of documents" if info["kind"] == "documents" else "non-overlapping windows"

@@ -419,16 +419,19 @@ class Decoder:
         cap = getattr(self.config, "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def token_nll(self, hidden, targets):
+    def token_nll(self, hidden, targets, look=None):
         """Negative log-likelihoods of `targets` [B, T'] (float32, nats) given X^(L) [B, >=T', C] at their positions.
 
-        targets[:, t] is the token that position t predicts. Logits exist for NLL_CHUNK tokens at one time.
+        targets[:, t] is the token that position t predicts. Logits exist for NLL_CHUNK tokens at one time;
+        look(logits float32 [chunk, V]) sees each chunk of them.
         """
         length = targets.shape[1]
         states = self.final_states(hidden[:, :length]).reshape(-1, hidden.shape[-1])
         losses = []
         for part, goal in zip(states.split(NLL_CHUNK), targets.reshape(-1).split(NLL_CHUNK)):
             logits = self.head_logits(part)
+            if look is not None:
+                look(logits)
             losses.append(nn.functional.cross_entropy(logits, goal.to(logits.device), reduction="none"))
         return torch.cat(losses).view(targets.shape)
 

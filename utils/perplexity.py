@@ -43,9 +43,9 @@ def summarise(losses, reference=None):
     `reference` (losses of another variant on the same windows) also the paired ratio ppl / reference ppl.
     """
     mean, stderr = mean_stderr(losses)
-    result = {"ppl": _exp(mean), "nll_mean": mean, "nll_stderr": stderr, "ppl_ci95": _interval(losses)}
+    result = {"ppl": perplexity(mean), "nll_mean": mean, "nll_stderr": stderr, "ppl_ci95": _interval(losses)}
     if reference is not None:
-        result["ratio_to_reference"] = _exp(mean - reference.mean().item())
+        result["ratio_to_reference"] = perplexity(mean - reference.mean().item())
         result["ratio_ci95"] = _interval(losses - reference)
     return result
 
@@ -62,11 +62,13 @@ def _interval(values):
     if stderr is None:
         return None
     half = float(stdtrit(len(values) - 1, 0.975)) * stderr
-    return [_exp(mean - half), _exp(mean + half)]
+    return [perplexity(mean - half), perplexity(mean + half)]
 
 
-def _exp(value):
+def perplexity(loss):
+    """exp of a mean loss, nats a token. Raises WorkError where that exceeds all floating-point numbers."""
     try:
-        return math.exp(value)
+        return math.exp(loss)
     except OverflowError:
-        raise WorkError(f"the perplexity exp({value:.0f}) exceeds all floating-point numbers; the model is broken") from None
+        raise WorkError(f"the perplexity exp({loss:.0f}) exceeds all floating-point numbers; the model is "
+                        "broken") from None

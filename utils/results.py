@@ -1,10 +1,8 @@
 """Result files of the evaluations: one row a variant and corpus, task or subject, reused by what determines it."""
 
-import hashlib
-import json
 from pathlib import Path
 
-from utils.artifacts import read_json
+from utils.artifacts import read_json, sha256_json
 
 
 class EarlierRows:
@@ -43,4 +41,4 @@ def key(variant, protocol):
 
 
 def _short(protocol):
-    return hashlib.sha256(json.dumps(protocol, sort_keys=True).encode()).hexdigest()[:16]
+    return sha256_json(protocol)[:16]

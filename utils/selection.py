@@ -1,20 +1,46 @@
-"""Which layers to remove: the metrics of the cosine family, all read from the collected statistics.
+"""Which layers to remove: what each metric reads, the legal range, ranking, and the metrics that need no loss.
 
 Layers are 0-based; a block is half-open, [start, end). A run is a maximal block of removed layers.
 """
 
+import random
 from dataclasses import dataclass
 
-from utils.errors import UserError
+import torch
 
-# metric -> (field of Stats, larger is better, protected layers at each end by default)
+from utils.errors import UserError, WorkError
+
+# metric -> (field of Stats, larger is better); the contiguous block with the best similarity goes
 BLOCK_METRICS = {
-    "cosine": ("cosine", True, 1),  # eq. (2)
-    "cosine-sequence-axis": ("cosine_sequence", True, 1),  # the released code: parity only
-    "angular": ("angle_last", False, 1),  # Gromov et al.: last token of each window
-    "angular-all-tokens": ("angle_all", False, 1),
+    "cosine": ("cosine", True),  # eq. (2)
+    "cosine-sequence-axis": ("cosine_sequence", True),  # the released code: parity only
+    "angular": ("angle_last", False),  # Gromov et al.: last token of each window
+    "angular-all-tokens": ("angle_all", False),
 }
-METRICS = (*BLOCK_METRICS, "shortgpt")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """reads: stats, windows, weights or nothing; layers at either end that stay by default."""
+
+    reads: str
+    protect_first: int
+    protect_last: int
+
+
+METRICS = {
+    **{name: Metric("stats", 1, 1) for name in BLOCK_METRICS},  # the released code's range 1 <= start <= L-n-1
+    "shortgpt": Metric("stats", 0, 0),
+    "sleb": Metric("windows", 1, 1),  # of the layers that are left, anew after each removal
+    "taylor": Metric("windows", 0, 0),
+    "taylor+": Metric("windows", 4, 2),  # "+", as published for 32 layers; the same numbers at other depths
+    "ppl": Metric("windows", 0, 0),
+    "ppl+": Metric("windows", 4, 2),
+    "mag": Metric("weights", 0, 0),
+    "mag+": Metric("weights", 4, 2),
+    "random": Metric("nothing", 1, 1),
+    "last": Metric("nothing", 0, 1),  # the "simple" baseline of Gromov et al.
+}
 
 
 @dataclass(frozen=True)
@@ -24,6 +50,14 @@ class Selection:
     removed: tuple
     order: tuple
     scores: tuple
+
+    @classmethod
+    def stored(cls, content, path):
+        """The Selection of a selection artifact. Raises UserError when its order or scores are damaged."""
+        order, scores = content.get("order"), content.get("scores")
+        if not (isinstance(order, list) and isinstance(scores, list) and all(type(layer) is int for layer in order)):
+            raise UserError(f"{path}: order or scores are damaged; --force recomputes")
+        return cls(tuple(sorted(order)), tuple(order), tuple(scores))
 
 
 def runs_of(removed):
@@ -43,39 +77,75 @@ def kept_layers(num_layers, removed):
     return [layer for layer in range(num_layers) if layer not in removed]
 
 
-def select(stats, metric, n_prune, protect_first=None, protect_last=None):
-    """Selection of `n_prune` layers by `metric` from Stats.
+def legal_range(metric, n_prune, num_layers, protect_first=None, protect_last=None):
+    """(protected at the start, protected at the end) for `metric`; None takes its default.
 
-    Layers 0..protect_first-1 and the last protect_last are never removed; by default one at each end for block
-    metrics (the released code's range 1 <= start <= L-n-1), none for shortgpt. Ties go to the lower index.
-    Raises UserError when no legal candidate is left.
+    Raises UserError unless `n_prune` layers may go.
+    """
+    first = METRICS[metric].protect_first if protect_first is None else protect_first
+    last = METRICS[metric].protect_last if protect_last is None else protect_last
+    check_n_prune(n_prune, num_layers)
+    if n_prune > num_layers - first - last:
+        raise UserError(f"--n-prune {n_prune}: --metric {metric} may remove only "
+                        f"{max(num_layers - first - last, 0)} of {num_layers} layers (it keeps the first {first} and "
+                        f"the last {last}; see --protect-first and --protect-last)")
+    return first, last
+
+
+def select(stats, metric, n_prune, protect_first=None, protect_last=None):
+    """Selection of `n_prune` layers by a metric that reads Stats.
+
+    Layers 0..protect_first-1 and the last protect_last are never removed. Ties go to the lower index. Raises
+    UserError when no legal candidate is left.
     """
     num_layers = stats.l1_raw.shape[1] - 1
-    default = BLOCK_METRICS[metric][2] if metric in BLOCK_METRICS else 0
-    first = default if protect_first is None else protect_first
-    last = num_layers - (default if protect_last is None else protect_last)
-    check_n_prune(n_prune, num_layers)
-    if n_prune > last - first:
-        raise UserError(f"--n-prune {n_prune}: only {max(last - first, 0)} of {num_layers} layers may be removed "
-                        f"(layers {first} to {last - 1}; see --protect-first and --protect-last)")
-    if metric == "shortgpt":
-        return _block_influence(stats, n_prune, first, last)
-    field, larger_is_better, _ = BLOCK_METRICS[metric]
+    first, last = legal_range(metric, n_prune, num_layers, protect_first, protect_last)
+    if metric == "shortgpt":  # BI_j = 1 - E cos(X^(j), X^(j+1))
+        cosine = stats.mean("cosine")
+        return one_shot([1 - cosine[j, j + 1].item() for j in range(num_layers)], n_prune, first, last)
+    field, larger_is_better = BLOCK_METRICS[metric]
     similarity = stats.mean(field)
     scores = [{"start": start, "end": start + n_prune, "score": similarity[start, start + n_prune].item()}
-              for start in range(first, last - n_prune + 1)]
+              for start in range(first, num_layers - last - n_prune + 1)]
     sign = -1 if larger_is_better else 1
     best = min(scores, key=lambda c: (sign * c["score"], c["start"]))
     removed = tuple(range(best["start"], best["end"]))
     return Selection(removed, removed, tuple(scores))
 
 
-def _block_influence(stats, n_prune, first, last):
-    """ShortGPT: BI_j = 1 - E cos(X^(j), X^(j+1)); the n lowest go, one shot, not necessarily contiguous."""
-    cosine = stats.mean("cosine")
-    scores = [{"layer": j, "score": 1 - cosine[j, j + 1].item()} for j in range(first, last)]
-    order = tuple(c["layer"] for c in sorted(scores, key=lambda c: (c["score"], c["layer"]))[:n_prune])
-    return Selection(tuple(sorted(order)), order, tuple(scores))
+def one_shot(scores, n_prune, first, last):
+    """Selection of the `n_prune` lowest of one score a layer, in rising order, the first and last ones left out.
+
+    Ties go to the lower index; a smaller n is a prefix of a larger one's order.
+    """
+    rows = [{"layer": layer, "score": score} for layer, score in enumerate(scores)][first:len(scores) - last]
+    order = tuple(row["layer"] for row in sorted(rows, key=lambda row: (row["score"], row["layer"]))[:n_prune])
+    return Selection(tuple(sorted(order)), order, tuple(rows))
+
+
+def block_weights(layer):
+    """{name: parameter} of a layer's weights, those of its norms included; all but biases."""
+    return {name: p for name, p in layer.named_parameters() if not name.endswith("bias")}
+
+
+def magnitudes(decoder):
+    """Sum of |W| over each layer's weights, list of L floats."""
+    scores = [sum(p.abs().sum(dtype=torch.float64).item() for p in block_weights(layer).values())
+              for layer in decoder.layers]
+    if not all(score < float("inf") for score in scores):
+        raise WorkError(f"{decoder.label}: a layer has non-finite weights")
+    return scores
+
+
+def random_scores(num_layers, seed):
+    """One uniform number a layer: the lowest n are n layers drawn without replacement."""
+    generator = random.Random(seed)
+    return [generator.random() for _ in range(num_layers)]
+
+
+def distances_from_end(num_layers):
+    """0 for the last layer, so that the deepest layers rank first."""
+    return [float(num_layers - 1 - layer) for layer in range(num_layers)]
 
 
 def check_n_prune(n_prune, num_layers):

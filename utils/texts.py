@@ -154,13 +154,13 @@ def _local_rows(family, split, data_dir):
 def _rows(family, path):
     if family == "c4":
         return _records(path)
-    lines = _lines(_decoded(path))
+    lines = split_lines(_decoded(path))
     if family == "ptb":
         return [line.strip() for line in lines if line.strip()]
     return ["" if line.isspace() else line for line in lines]  # as in wikitext-2-raw-v1
 
 
-def _lines(text):
+def split_lines(text):
     """Lines with their "\\n"; other line separators of Unicode do not end a line."""
     lines = text.split("\n")
     return [line + "\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
