@@ -28,9 +28,10 @@ REQUIRED = {  # fields that readers rely on, with their types
     "ppl": {"model": dict, "results": list}, "qa": {"model": dict, "results": list},
     "mmlu": {"model": dict, "results": list}, "checkpoint": {"recipe": dict, "step": int, "log": list},
     "teacher": {"recipe": dict, "sha256": str}, "stats": {"recipe": dict},
+    "figure": {"recipe": dict, "csv_sha256": str},
 }
 VERSIONS = {"selection": 1, "stats": 1, "patch": 1, "ppl": 1, "qa": 1, "mmlu": 1,
-            "checkpoint": 1, "teacher": 1}
+            "checkpoint": 1, "teacher": 1, "figure": 1}
 HEADER = "linearpatch"  # key of the JSON inside a safetensors header
 
 
