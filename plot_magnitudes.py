@@ -131,7 +131,7 @@ class Inputs:
 
     def runs(self, identity):
         """Distinct runs [(start, end), ...] of all blocks."""
-        runs = sorted({run for _, removed in self.blocks(identity) for run in runs_of(removed)})
+        runs = list(dict.fromkeys(run for _, removed in self.blocks(identity) for run in runs_of(removed)))
         if not runs:
             raise Missing("needs --selection (or --patch) files that remove layers")
         return runs

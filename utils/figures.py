@@ -9,13 +9,16 @@ import math
 from contextlib import contextmanager
 
 import matplotlib
+import numpy
 
 matplotlib.use("Agg")
 from matplotlib import ft2font, style  # noqa: E402  the backend comes first
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.font_manager import findfont  # noqa: E402
+from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
+from matplotlib.textpath import TextPath  # noqa: E402
 from matplotlib.ticker import LogFormatterMathtext, LogLocator, MaxNLocator, NullLocator  # noqa: E402
 
 from utils.artifacts import atomic_path  # noqa: E402
@@ -104,16 +107,21 @@ def _glyphs():
     return ft2font.FT2Font(findfont("DejaVu Sans")).get_charmap()
 
 
-def label(text, limit):
-    """`text` as matplotlib may print it: at most `limit` characters, its middle left out, no mathematics."""
-    if len(text) > limit:
-        head = (limit - 1) // 2
-        text = f"{text[:head]}…{text[len(text) - (limit - 1 - head):]}"
-    return text.replace("$", r"\$")
+def label(text, inches, size=STYLE["legend.fontsize"]):
+    """`text` as matplotlib may print it, at most so many inches wide (its middle left out), never as mathematics."""
+    known = _glyphs()
+    text = "".join(c if ord(c) in known and c.isprintable() else f"\\u{ord(c):04x}" for c in text)
+    shown = text
+    for left_out in range(2, len(text)):
+        if _inches(shown, size) <= inches:
+            break
+        head = (len(text) - left_out) // 2
+        shown = f"{text[:head]}…{text[head + left_out:]}"
+    return shown.replace("$", r"\$")
 
 
-def _limit(width):
-    return 26 if width < 5 else 40
+def _inches(text, size=STYLE["legend.fontsize"]):
+    return TextPath((0, 0), text.replace("$", r"\$"), size=size).get_extents().width / 72 if text.strip() else 0.0
 
 
 def curve_style(index):
@@ -126,7 +134,7 @@ def _panels(width, count, height=2.1, columns=None):
     """(Figure, list of Axes): panels below one another in one column, beside one another in two."""
     columns = columns or (1 if width < 5 else min(count, 2))
     rows = -(-count // columns)
-    figure = Figure(figsize=(width, 0.45 + height * rows), layout="constrained")
+    figure = Figure(figsize=(width, 0.2 + height * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for extra in axes[count:]:
         extra.remove()
@@ -134,11 +142,19 @@ def _panels(width, count, height=2.1, columns=None):
 
 
 def _legend(figure, width, handles):
-    """One legend below the panels, in as many columns as its longest entry allows."""
-    unique = {handle.get_label(): handle for handle in handles}
-    longest = max(len(text) for text in unique)
-    columns = max(1, min(len(unique), int(width / (0.5 + 0.066 * longest))))
-    figure.legend(list(unique.values()), list(unique), loc="outside lower center", ncols=columns)
+    """One legend below the panels, in as many columns as fit; the figure grows by its height."""
+    unique = {}
+    for handle in handles:  # the same entry of several panels once; two curves with one shortened name stay two
+        look = (handle.get_color(), str(handle.get_linestyle())) if isinstance(handle, Line2D) else ()
+        unique.setdefault((handle.get_label(), *look), handle)
+    names = [key[0] for key in unique]
+    sizes = [_inches(name.replace(r"\$", "$")) + 0.55 for name in names]
+    for columns in range(len(sizes), 0, -1):
+        parts = numpy.array_split(sizes, columns)  # as matplotlib fills its columns
+        if sum(part.max() for part in parts) < width - 0.1:
+            break
+    figure.set_figheight(figure.get_figheight() + 0.05 + 0.14 * len(parts[0]))
+    figure.legend(list(unique.values()), names, loc="outside lower center", ncols=columns)
 
 
 def _value_axis(axes, values, which="y"):
@@ -150,7 +166,7 @@ def _value_axis(axes, values, which="y"):
         axis.set_major_formatter(LogFormatterMathtext())
         axis.set_minor_locator(NullLocator())
     else:
-        axis.set_major_locator(MaxNLocator(6))
+        axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
 
 
 def _layer_axis(axes, last):
@@ -187,13 +203,15 @@ def draw_alignment(rows, width):
     blocks = [(row["x"], row["end"]) for row in _where(rows, panel="block")]
     handles = _grey(depth, blocks)
     states, channels = _where(rows, panel="depth"), _where(rows, panel="interface")
-    dense = _where(states, curve="dense")
+    dense, start = _where(states, curve="dense"), blocks[0][0]
     band = depth.fill_between(_column(dense, "x"), _column(dense, "low"), _column(dense, "high"), facecolor="none",
-                              edgecolor=COLOURS[6], hatch="////", linewidth=0.3, label="dense, 10-90 % of channels")
+                              edgecolor=COLOURS[6], hatch="////", linewidth=0.3, label="10-90 % of channels, dense")
     for index, curve in enumerate(_distinct(states, "curve")):
         look = curve_style(index)
         points = _where(states, curve=curve)
-        line, = depth.plot(_column(points, "x"), _column(points, "value"), label=label(curve, _limit(width)), **look)
+        if curve != "dense":  # equal to dense before the block; carried over it from there
+            points = [row for row in dense if row["x"] == start] + [row for row in points if row["x"] > start]
+        line, = depth.plot(_column(points, "x"), _column(points, "value"), label=label(curve, width - 0.8), **look)
         handles.append(line)
         ratios = sorted(_column(_where(channels, curve=curve), "value"))
         if ratios:
@@ -221,14 +239,14 @@ def draw_alpha(rows, width):
         own = _where(rows, dataset=dataset)
         for index, (variant, item) in enumerate(_distinct(own, "variant", "item")):
             points, look = _where(own, variant=variant), curve_style(index)
-            name = label(variant, _limit(width))
+            name = label(variant, width - 0.8)
             if item == "level":
                 look.pop("marker")
                 handles.append(axes.axhline(points[0]["ppl"], label=name, **look))
             else:
                 handles += axes.plot(_column(points, "alpha"), _column(points, "ppl"), label=name, **look)
         _value_axis(axes, _column(own, "ppl"))
-        axes.set(title=label(dataset, _limit(width)), xlabel=r"$\alpha$, scale of the patch", ylabel="perplexity")
+        axes.set(title=label(dataset, 2.4, 7), xlabel=r"$\alpha$, scale of the patch", ylabel="perplexity")
     _legend(figure, width, handles)
     return figure
 
@@ -239,7 +257,7 @@ def draw_violins(rows, width):
     per_row = min(2 if width < 5 else 4, len(blocks))
     figure, panels = _panels(width, -(-len(blocks) // per_row), 2.2, columns=1)
     looks = {"raw": dict(facecolor=COLOURS[1]), "rotated": dict(facecolor=COLOURS[5], hatch="////")}
-    reach = [row["scaling"] for row in rows]
+    reach = _column(rows, "scaling")
     for number, axes in enumerate(panels):
         places, texts = [], []
         for slot, (start, end) in enumerate(blocks[number * per_row:(number + 1) * per_row]):
@@ -253,14 +271,19 @@ def draw_violins(rows, width):
                 axes.vlines(place, row["q25"], row["q75"], color="black", linewidth=2.2)
                 axes.plot(place, row["q50"], "o", color="white", markeredgecolor="black", markersize=3.2)
                 places.append(place)
-                texts.append(f"{basis}\n$\\sigma_d$ {_digits(row['sigma_d'])}\nlog {_digits(row['log_sigma_d'])}")
+                texts.append(f"{basis}\n$\\sigma_d$ {_digits(row['sigma_d'])}\n"
+                             f"$\\sigma_{{\\log}}$ {_digits(row['log_sigma_d'])}")
             axes.text(2.4 * slot + 0.5, 1.01, f"layers [{start}, {end})", transform=axes.get_xaxis_transform(),
                       ha="center", va="bottom")
         axes.set_xticks(places, texts)
         axes.set_xlim(-0.6, 2.4 * (per_row - 1) + 1.6)
         _value_axis(axes, reach)
         axes.axhline(1, color="0.4", linewidth=0.5, zorder=0)
-        axes.set_ylabel("|token behind| / |before|" if width < 5 else "|activation behind the block| / |before|")
+        axes.set_ylim(min(reach) / 2, 2 * max(reach))
+        axes.set_ylabel("token-wise scaling (ratio)")
+    shapes = [Patch(edgecolor="black", label=f"{basis} channels", **look) for basis, look in looks.items()]
+    median = Line2D([], [], linestyle="none", marker="o", color="white", markeredgecolor="black", label="median")
+    _legend(figure, width, [*shapes, median, Line2D([], [], color="black", linewidth=2.2, label="quartiles")])
     return figure
 
 
@@ -286,7 +309,7 @@ def draw_depths(rows, width):
             handles += axes.plot(layers, _column(states, column), label=name, **curve_style(index))
         _layer_axis(axes, max(layers))
         _value_axis(axes, [row[c] for row in states for c in ("low", "largest")])
-        axes.set_title(label(model, max(12, int(17 * width / columns - 7))))
+        axes.set_title(label(model, width / columns - 0.6, 7))
         if number % columns == 0:
             axes.set_ylabel("mean |activation|")
         if number + columns >= len(models):
@@ -301,25 +324,26 @@ def draw_massive(rows, width):
     states, carriers = _where(rows, item="layer"), _where(rows, item="token")
     for rank in _distinct(states, "rank"):
         points = _where(states, rank=rank)
-        name = f"largest {rank}" if rank else "median"
+        name = ("median", "largest", "second", "third")[rank]
         depth.plot(_column(points, "layer"), _column(points, "value"), label=name, **curve_style(rank))
     _layer_axis(depth, max(_column(states, "layer")))
     _value_axis(depth, _column(states, "value"))
     depth.set(xlabel="input of layer", ylabel="|activation|")
-    names = [label(row["token"], 14) + (", first" if row["position"] == 0 else "") for row in carriers]
+    kinds = {True: dict(marker="D", color=COLOURS[5], label="first token of its window"),
+             False: dict(marker="o", color=COLOURS[6], label="later token")}
     for place, row in enumerate(carriers):
-        first = row["position"] == 0
-        tokens.barh(place, row["value"], height=0.7, facecolor=COLOURS[5] if first else COLOURS[6], edgecolor="black",
-                    linewidth=0.5, hatch="////" if first else None)
-    tokens.set_yticks(range(len(carriers)), names)
+        tokens.axhline(place, color="0.8", linewidth=0.5, zorder=0)
+        tokens.plot(row["value"], place, linestyle="none", markeredgecolor="black", markersize=4.5,
+                    **kinds[row["position"] == 0])
+    tokens.set_yticks(range(len(carriers)), [label(row["token"], 0.9) for row in carriers])
     tokens.invert_yaxis()
-    _value_axis(tokens, _column(carriers, "value"), "x")
+    values = _column(carriers, "value")
+    _value_axis(tokens, values, "x")
     if tokens.get_xscale() == "log":
-        tokens.set_xlim(min(_column(carriers, "value")) / 2)
+        tokens.set_xlim(min(values) / 2, 2 * max(values))
     tokens.set(xlabel="largest |activation| of the token", ylabel="token")
-    first = Patch(facecolor=COLOURS[5], edgecolor="black", hatch="////", label="first of its window")
-    later = Patch(facecolor=COLOURS[6], edgecolor="black", label="later token")
-    _legend(figure, width, [*depth.lines, first, later])
+    _legend(figure, width, [*depth.lines, *(Line2D([], [], linestyle="none", markeredgecolor="black", markersize=4.5, **kind)
+                                            for kind in kinds.values())])
     return figure
 
 
@@ -330,7 +354,7 @@ def draw_similarity(rows, width):
     table = [[0.0] * size for _ in range(size)]
     for cell in cells:
         table[cell["row"]][cell["column"]] = cell["value"]
-    figure = Figure(figsize=(width, min(width, 4.6) + 0.1), layout="constrained")
+    figure = Figure(figsize=(width, min(0.85 * width, 4.6)), layout="compressed")
     axes = figure.subplots()
     image = axes.imshow(table, cmap="cividis", origin="lower", interpolation="nearest")
     figure.colorbar(image, ax=axes, label="mean cosine of tokens", shrink=0.9)
@@ -341,7 +365,7 @@ def draw_similarity(rows, width):
         low, high = start - 0.5, end + 0.5
         across, up = [low, high, high, low, low], [low, low, high, high, low]
         axes.plot(across, up, color="white", linewidth=2.6)
-        handles += axes.plot(across, up, **look, label=f"{label(block['name'], _limit(width))} [{start}, {end})")
+        handles += axes.plot(across, up, **look, label=f"{label(block['name'], width - 1.4)} [{start}, {end})")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(7, integer=True))
     for spine in ("top", "right"):
