@@ -27,15 +27,29 @@ NAMES = ("1a", "1b", "2", "4", "massive", "similarity", "d")
 FROM_STATS = ("4", "similarity", "d")
 
 
-@pytest.fixture
-def run(script, folders, tmp_path, text):
-    """run(*flags, figure=...) of plot_magnitudes with the artifacts of a tiny model, into tmp_path/figures."""
-    folder = folders("llama")
-    assert prune(script, folder, tmp_path, text, "--layers", "2-3")[0] == 0
-    assert calibrate(script, folder, tmp_path, text, name="P.safetensors")[0] == 0
-    assert calibrate(script, folder, tmp_path, text, "--scaling", "diagonal", name="d.safetensors")[0] == 0
+@pytest.fixture(scope="module")
+def artifacts():
+    """{file name: bytes} of the artifacts of a tiny model, filled by the first test."""
+    return {}
 
-    def call(*flags, figure, out="figures", model=folder, stats=True, selection=True, patch=True):
+
+@pytest.fixture
+def run(script, folders, tmp_path, text, artifacts, monkeypatch):
+    """run(*flags, figure=...) of plot_magnitudes with the artifacts of a tiny model, into tmp_path/figures.
+
+    draw=False leaves the pictures out: a second each.
+    """
+    folder = folders("llama")
+    if not artifacts:
+        assert prune(script, folder, tmp_path, text, "--layers", "2-3")[0] == 0
+        assert calibrate(script, folder, tmp_path, text, name="P.safetensors")[0] == 0
+        assert calibrate(script, folder, tmp_path, text, "--scaling", "diagonal", name="d.safetensors")[0] == 0
+        artifacts.update({path.name: path.read_bytes() for path in tmp_path.iterdir() if path != text})
+    for name, content in artifacts.items():
+        (tmp_path / name).write_bytes(content)
+
+    def call(*flags, figure, out="figures", model=folder, stats=True, selection=True, patch=True, draw=False):
+        monkeypatch.setattr("plot_magnitudes.render", figures.render if draw else lambda *args: None)
         given = [*(("--model", model) if model else ()), "--figure", *figure]
         given += ["--stats", tmp_path / "stats.safetensors"] if stats else []
         given += ["--selection", f"n2={tmp_path}/selection.json"] if selection else []
@@ -62,7 +76,7 @@ def windows(text):
 
 def test_every_figure_is_written_in_three_formats_and_the_same_twice(run, tmp_path):
     for out in ("one", "two"):
-        code, printed, err = run(figure=["all"], out=out)
+        code, printed, err = run(figure=["all"], out=out, draw=True)
         assert code == 0 and "skipped" not in printed, err
     for name in NAMES:
         for ending in ("png", "pdf", "csv"):
@@ -193,16 +207,16 @@ def test_massive_activations_and_their_tokens(run, tmp_path, windows):
 
 
 def test_numbers_that_are_there_are_drawn_anew_but_not_computed(run, tmp_path, monkeypatch):
-    assert run(figure=["2", "massive"])[0] == 0
+    assert run(figure=["2", "massive"], draw=True)[0] == 0
     before = {path.name: path.read_bytes() for path in (tmp_path / "figures").iterdir()}
     with monkeypatch.context() as patch:
         patch.setattr("utils.session.load_decoder", lambda *args, **kwargs: pytest.fail("weights were loaded"))
-        code, out, _ = run("--width", 3.3, figure=["2", "massive"])
+        code, out, _ = run("--width", 3.3, figure=["2", "massive"], draw=True)
         assert code == 0 and out.count("reused") == 2
     for name in ("2", "massive"):
         assert Image.open(tmp_path / "figures" / f"figure_{name}.png").width == 990
         assert (tmp_path / "figures" / f"figure_{name}.csv").read_bytes() == before[f"figure_{name}.csv"]
-    run(figure=["2"])
+    run(figure=["2"], draw=True)
     assert (tmp_path / "figures" / "figure_2.png").read_bytes() == before["figure_2.png"]
     edited = tmp_path / "figures" / "figure_2.csv"
     edited.write_text(edited.read_text().replace("raw", "new"))
@@ -266,7 +280,7 @@ def test_all_says_what_it_leaves_out(run, tmp_path):
     code, out, _ = run(figure=["all"], patch=False, stats=False)
     assert code == 0 and sorted(re.findall(r"figure (\w+): skipped, (needs [\w-]+)", out)) == [
         ("1a", "needs one"), ("1b", "needs --patch"), ("4", "needs --stats"), ("d", "needs one"), ("similarity", "needs one")]
-    assert sorted(path.stem for path in (tmp_path / "figures").glob("*.png")) == ["figure_2", "figure_massive"]
+    assert sorted(path.stem for path in (tmp_path / "figures").glob("*.csv")) == ["figure_2", "figure_massive"]
 
 
 def test_models_of_several_stats_have_their_own_blocks(run, script, folders, tmp_path, text):

@@ -7,6 +7,7 @@ colour (the palette of Okabe and Ito), so they can be told apart in grey print.
 import csv
 import math
 from contextlib import contextmanager
+from functools import lru_cache
 
 import matplotlib
 import numpy
@@ -18,7 +19,6 @@ from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.font_manager import findfont  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
-from matplotlib.textpath import TextPath  # noqa: E402
 from matplotlib.ticker import LogFormatterMathtext, LogLocator, MaxNLocator, NullLocator  # noqa: E402
 
 from utils.artifacts import atomic_path  # noqa: E402
@@ -87,6 +87,8 @@ def render(name, rows, width, stem):
     with styled():
         figure = DRAWINGS[name](rows, width)
         FigureCanvasAgg(figure)
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # placed: not once more for each format
         for ending, metadata in (("png", {"Software": None}), ("pdf", {"CreationDate": None, "Creator": None,
                                                                        "Producer": None})):
             with atomic_path(stem.with_name(f"{stem.name}.{ending}")) as temporary:
@@ -99,19 +101,31 @@ def render(name, rows, width, stem):
 def visible(text):
     """Text with white space and unprintable characters made visible, for labels and csv."""
     special = {" ": "␣", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\\": "\\\\"}
-    known = _glyphs()
-    return "".join(special.get(c) or (c if c.isprintable() and ord(c) in known else f"\\u{ord(c):04x}") for c in text)
+    return "".join(special.get(c) or _printable(c) for c in text)
 
 
-def _glyphs():
-    return ft2font.FT2Font(findfont("DejaVu Sans")).get_charmap()
+def _printable(character):
+    return character if character.isprintable() and _advance(character) else f"\\u{ord(character):04x}"
+
+
+@lru_cache(maxsize=None)
+def _font():
+    font = ft2font.FT2Font(findfont("DejaVu Sans"))
+    font.set_size(100, 72)
+    return font
+
+
+@lru_cache(maxsize=None)
+def _advance(character):
+    """Width of a character in ems, or None when the font lacks it."""
+    if not _font().get_char_index(ord(character)):
+        return None
+    return _font().load_char(ord(character), ft2font.LoadFlags.NO_HINTING).linearHoriAdvance / 65536 / 100
 
 
 def label(text, inches, size=STYLE["legend.fontsize"]):
     """`text` as matplotlib may print it, at most so many inches wide (its middle left out), never as mathematics."""
-    known = _glyphs()
-    text = "".join(c if ord(c) in known and c.isprintable() else f"\\u{ord(c):04x}" for c in text)
-    shown = text
+    text = shown = "".join(map(_printable, text))
     for left_out in range(2, len(text)):
         if _inches(shown, size) <= inches:
             break
@@ -121,7 +135,7 @@ def label(text, inches, size=STYLE["legend.fontsize"]):
 
 
 def _inches(text, size=STYLE["legend.fontsize"]):
-    return TextPath((0, 0), text.replace("$", r"\$"), size=size).get_extents().width / 72 if text.strip() else 0.0
+    return sum(map(_advance, text)) * size / 72
 
 
 def curve_style(index):
