@@ -14,7 +14,8 @@ d           d with its standard error, raw and rotated, from --stats and --selec
 all         every figure that the given files allow; those that run the model only with --model.
 
 4, similarity and d load no weights. What runs the model runs it on the first --windows calibration windows, 1b on the
-windows of --datasets. Numbers that are there with the same recipe are drawn anew, not computed anew.
+windows of --datasets. Beside each csv a json holds its recipe and provenance: numbers that are there with the same
+recipe are drawn anew, not computed anew.
 """
 
 from functools import cached_property

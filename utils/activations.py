@@ -216,13 +216,13 @@ def read_magnitudes(decoder, input_ids, variants, progress=True):
         batch = decoder.inputs(ids)
         hidden = batch.hidden
         for index in range(first):
-            result[:, index] += hidden[0].double().abs().sum(0).cpu()
+            result[:, index] += _column_sums(hidden[0].abs()).cpu().double()
             hidden = decoder.layer(batch, index, hidden)
         for row, variant in zip(result, variants):
             own, behind = hidden, [step for step in variant.steps(length) if not isinstance(step, int) or step >= first]
             for step in [*behind, length]:
                 if isinstance(step, int):
-                    row[step] += own[0].double().abs().sum(0).cpu()
+                    row[step] += _column_sums(own[0].abs()).cpu().double()
                 if step != length:
                     own = apply_step(decoder, batch, step, own)
     result /= input_ids.numel()

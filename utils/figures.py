@@ -138,10 +138,14 @@ def _inches(text, size=STYLE["legend.fontsize"]):
     return sum(map(_advance, text)) * size / 72
 
 
-def curve_style(index):
-    """Keyword arguments of the index-th curve: colour, dashes and marker, no two equal for the first 30."""
+def curve_style(index, points=1):
+    """Keyword arguments of the index-th curve: colour, dashes and marker, no two equal for the first 30.
+
+    points: of the curve; of many, some carry a marker, and not the same ones in every curve.
+    """
+    step = -(-points // 16)
     return {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index % len(DASHES)],
-            "marker": MARKERS[index % len(MARKERS)]}
+            "marker": MARKERS[index % len(MARKERS)], "markevery": (index * step // 4 % step, step)}
 
 
 def _panels(width, count, height=2.1, columns=None):
@@ -221,16 +225,16 @@ def draw_alignment(rows, width):
     band = depth.fill_between(_column(dense, "x"), _column(dense, "low"), _column(dense, "high"), facecolor="none",
                               edgecolor=COLOURS[6], hatch="////", linewidth=0.3, label="10-90 % of channels, dense")
     for index, curve in enumerate(_distinct(states, "curve")):
-        look = curve_style(index)
         points = _where(states, curve=curve)
         if curve != "dense":  # equal to dense before the block; carried over it from there
             points = [row for row in dense if row["x"] == start] + [row for row in points if row["x"] > start]
-        line, = depth.plot(_column(points, "x"), _column(points, "value"), label=label(curve, width - 0.8), **look)
+        line, = depth.plot(_column(points, "x"), _column(points, "value"), label=label(curve, width - 0.8),
+                           **curve_style(index, len(points)))
         handles.append(line)
         ratios = sorted(_column(_where(channels, curve=curve), "value"))
         if ratios:
             places = [100 * (rank + 0.5) / len(ratios) for rank in range(len(ratios))]
-            interface.plot(places, ratios, **look, markevery=max(len(ratios) // 8, 1))
+            interface.plot(places, ratios, **curve_style(index, len(ratios)))
     interface.axhline(1, color=COLOURS[0], linewidth=0.6)
     handles.append(band)
     last = max(_column(dense, "x"))
@@ -255,8 +259,7 @@ def draw_alpha(rows, width):
             points, look = _where(own, variant=variant), curve_style(index)
             name = label(variant, width - 0.8)
             if item == "level":
-                look.pop("marker")
-                handles.append(axes.axhline(points[0]["ppl"], label=name, **look))
+                handles.append(axes.axhline(points[0]["ppl"], label=name, color=look["color"], linestyle=look["linestyle"]))
             else:
                 handles += axes.plot(_column(points, "alpha"), _column(points, "ppl"), label=name, **look)
         _value_axis(axes, _column(own, "ppl"))
@@ -320,7 +323,7 @@ def draw_depths(rows, width):
         handles += grey + [band]
         for column, name, index in (("largest", "largest channel", 2), ("mean", "mean of channels", 0),
                                     ("median", "median channel", 1)):
-            handles += axes.plot(layers, _column(states, column), label=name, **curve_style(index))
+            handles += axes.plot(layers, _column(states, column), label=name, **curve_style(index, len(layers)))
         _layer_axis(axes, max(layers))
         _value_axis(axes, [row[c] for row in states for c in ("low", "largest")])
         axes.set_title(label(model, width / columns - 0.6, 7))
@@ -339,7 +342,8 @@ def draw_massive(rows, width):
     for rank in _distinct(states, "rank"):
         points = _where(states, rank=rank)
         name = ("median", "largest", "second", "third")[rank]
-        depth.plot(_column(points, "layer"), _column(points, "value"), label=name, **curve_style(rank))
+        depth.plot(_column(points, "layer"), _column(points, "value"), label=name,
+                   **curve_style(rank, len(points)))
     _layer_axis(depth, max(_column(states, "layer")))
     _value_axis(depth, _column(states, "value"))
     depth.set(xlabel="input of layer", ylabel="|activation|")
@@ -401,11 +405,10 @@ def draw_scales(rows, width):
         for index, (start, end) in enumerate(_distinct(own, "start", "end")):
             points = sorted(_where(own, start=start, end=end), key=lambda row: row["d"])
             places = [100 * (rank + 0.5) / len(points) for rank in range(len(points))]
-            look = curve_style(index)
+            look = curve_style(index, len(points))
             axes.fill_between(places, [max(row["d"] - row["stderr"], lowest / 2) for row in points],
                               [row["d"] + row["stderr"] for row in points], color=look["color"], alpha=0.25, linewidth=0)
-            handles += axes.plot(places, _column(points, "d"), label=f"[{start}, {end}) ± standard error", **look,
-                                 markevery=max(len(points) // 8, 1))
+            handles += axes.plot(places, _column(points, "d"), label=f"[{start}, {end}) ± standard error", **look)
         axes.axhline(1, color="0.4", linewidth=0.5, zorder=0)
         _value_axis(axes, _column(own, "d"))
         axes.set(xlabel="channels, sorted (%)", ylabel=f"d, {basis} channels")
