@@ -1,6 +1,6 @@
 """The paper's figures 1, 2 and 4 and what explains them, each as png, pdf and the plotted numbers as csv.
 
-1a          mean |activation| over depth as each kept layer reads it: dense, pruned, and aligned by the patches; and what
+1a          mean |activation| over depth as each kept layer reads it: dense, pruned, aligned by the patches; and what
             the first layer behind the block reads, channel by channel, over what it reads in the dense model. Behind
             the block these are measured on the pruned and patched models, not drawn from the dense one.
             Needs --stats and --patch (or --selection, for the gap alone); runs the model.
@@ -49,14 +49,15 @@ CARRIERS = 8  # tokens in the figure
 
 
 def arguments():
-    p = cli.parser(__doc__, "python plot_magnitudes.py --figure similarity d --stats runs/smollm2-135m/stats.safetensors "
-                            "--selection runs/smollm2-135m/n7/selection.json --out figures")
+    p = cli.parser(__doc__, "python plot_magnitudes.py --figure similarity d --stats "
+                            "runs/smollm2-135m/stats.safetensors --selection "
+                            "runs/smollm2-135m/n7/selection.json --out figures")
     p.add_argument("--figure", nargs="+", choices=[*FIGURES, "all"], required=True, help="which, see above")
     p.add_argument("--width", type=float, choices=WIDTHS, default=6.8, help="inches: one column or two")
     p.add_argument("--stats", nargs="+", default=[], metavar="[NAME=]FILE",
                    help="stats.safetensors of prune.py; several for figure 4")
     p.add_argument("--selection", nargs="+", default=[], metavar="[NAME=]FILE", help="selection.json of prune.py")
-    p.add_argument("--patch", nargs="+", default=[], metavar="[NAME=]FILE", help="patches of calibrate.py or distill.py")
+    p.add_argument("--patch", nargs="+", default=[], metavar="[NAME=]FILE", help="patch files, as for eval_ppl.py")
     p.add_argument("--windows", type=cli.positive, default=4, help="calibration windows that 1a, 2 and massive run")
     p.add_argument("--datasets", nargs="+", help="of 1b, as for eval_ppl.py; default wiki for the embedded model, else "
                                                  "wikitext2")
@@ -158,7 +159,8 @@ class Inputs:
 
     def runs_recipe(self, **more):
         ids, info = self.windows
-        return self.recipe(token_ids_sha256=info["token_ids_sha256"], windows=len(ids), seq_len=self.args.seq_len, **more)
+        return self.recipe(token_ids_sha256=info["token_ids_sha256"], windows=len(ids), seq_len=self.args.seq_len,
+                           **more)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -178,7 +180,7 @@ def plan_1a(inputs):
     wanted = {"token_ids_sha256": info["token_ids_sha256"], "dtype": inputs.session.dtype_name}
     if recipe_difference({key: recipe.get(key) for key in wanted}, wanted):
         raise UserError(f"--stats {path}: made from other windows ({recipe.get('samples')} of {recipe.get('seq_len')} "
-                        f"tokens, {recipe.get('dtype')});\nrepeat the --calib-*, --seq-len, --seed and --dtype of its making")
+                        f"tokens, {recipe.get('dtype')});\nrepeat the --calib-*, --seq-len, --seed and --dtype flags")
 
     def compute():
         dense = stats.l1_raw[:len(ids)].double().sum(0) / stats.tokens[:len(ids)].sum()
@@ -200,7 +202,8 @@ def alignment_table(dense, read, variants):
         for layer, values in enumerate(table.numpy()):
             if name == "dense" or layer not in removed:
                 low, high = numpy.quantile(values, (0.1, 0.9)).tolist()
-                rows.append(dict(panel="depth", curve=name, x=layer, end=None, value=values.mean().item(), low=low, high=high))
+                rows.append(dict(panel="depth", curve=name, x=layer, end=None, value=values.mean().item(), low=low,
+                                 high=high))
     end = runs_of(removed)[0][1]
     for variant, values in zip(variants, read):
         for channel, (value, reference) in enumerate(zip(values[end].tolist(), dense[end].tolist())):
@@ -222,7 +225,8 @@ def plan_1b(inputs):
         levels = [v.removed for v in variants]
         if patched.removed not in levels:
             variants.append(Variant("vanilla", patched.removed))
-            about.append(("vanilla " + ", ".join(f"[{a}, {b})" for a, b in runs_of(patched.removed)), None, len(variants) - 1))
+            blocks = ", ".join(f"[{start}, {end})" for start, end in runs_of(patched.removed))
+            about.append((f"vanilla {blocks}", None, len(variants) - 1))
         level = [v.removed for v in variants].index(patched.removed)
         for alpha in ALPHAS:
             scaled = {end: LinearPatch(alpha * patch.weight) for end, patch in patched.patches.items()}
@@ -308,8 +312,9 @@ def plan_massive(inputs):
         rows = []
         for layer, entries in enumerate(layers):
             for rank, (value, window, position, channel) in enumerate(entries, 1):
-                rows.append(dict(item="layer", layer=layer, rank=rank, value=value, token=texts[ids[window, position].item()],
-                                 window=window, position=position, channel=channel))
+                rows.append(dict(item="layer", layer=layer, rank=rank, value=value,
+                                 token=texts[ids[window, position].item()], window=window,
+                                 position=position, channel=channel))
             rows.append(dict(item="layer", layer=layer, rank=0, value=medians[layer].item(), token="", window=None,
                              position=None, channel=None))
         seen = set()
@@ -318,8 +323,8 @@ def plan_massive(inputs):
             text = texts[ids[window, position].item()]
             if (text, position == 0) not in seen and len(seen) < CARRIERS:
                 seen.add((text, position == 0))
-                rows.append(dict(item="token", layer=None, rank=len(seen), value=tokens[window, position].item(), token=text,
-                                 window=window, position=position, channel=None))
+                rows.append(dict(item="token", layer=None, rank=len(seen), value=tokens[window, position].item(),
+                                 token=text, window=window, position=position, channel=None))
         return rows
 
     return inputs.runs_recipe(top=TOP, carriers=CARRIERS), compute
@@ -399,7 +404,8 @@ def plans(args, inputs):
 def main():
     args = arguments()
     inputs = Inputs(args)
-    args.out = args.out or (Path(named_file(args.stats[0])[1]).parent if args.stats else default_folder(args.model)) / "figures"
+    home = Path(named_file(args.stats[0])[1]).parent if args.stats else default_folder(args.model)
+    args.out = args.out or home / "figures"
     if args.out.exists() and not args.out.is_dir():
         raise UserError(f"--out {args.out}: is a file; name a folder")
     for name, (recipe, compute) in plans(args, inputs).items():

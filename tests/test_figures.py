@@ -137,7 +137,8 @@ def test_figure_1a_is_what_the_layers_of_each_model_read(run, tmp_path, windows)
     rows, ids = table(tmp_path / "figures", "1a"), windows[:3]
     dense = plain_states(tiny(), ids).abs().mean((1, 2))
     assert numbers(rows, "value", panel="depth", curve="dense") == pytest.approx(dense.mean(1).numpy(), rel=1e-5)
-    assert numbers(rows, "high", panel="depth", curve="dense") == pytest.approx(dense.quantile(0.9, 1).numpy(), rel=1e-5)
+    high = dense.quantile(0.9, 1).numpy()
+    assert numbers(rows, "high", panel="depth", curve="dense") == pytest.approx(high, rel=1e-5)
     scales = {name: read_tensors(tmp_path / f"{name}.safetensors", "patch")[1]["run0.d"] for name in ("d", "P")}
     turn = rotation(64).matrix().float()
     matrices = {"pruned": torch.eye(64), "d": scales["d"].diag(), "P": turn @ scales["P"].diag() @ turn.T}
@@ -145,7 +146,8 @@ def test_figure_1a_is_what_the_layers_of_each_model_read(run, tmp_path, windows)
         read = patched_states(matrix, ids).abs().mean((1, 2))
         assert numbers(rows, "x", panel="depth", curve=curve).tolist() == [0, 1, 4, 5, 6]
         assert numbers(rows, "value", panel="depth", curve=curve) == pytest.approx(read.mean(1).numpy(), rel=1e-4)
-        assert numbers(rows, "value", panel="interface", curve=curve) == pytest.approx((read[2] / dense[4]).numpy(), rel=1e-4)
+        ratio = (read[2] / dense[4]).numpy()
+        assert numbers(rows, "value", panel="interface", curve=curve) == pytest.approx(ratio, rel=1e-4)
 
 
 def test_figure_1b_holds_the_perplexities_of_eval_ppl(run, script, folders, tmp_path, text):
@@ -153,9 +155,10 @@ def test_figure_1b_holds_the_perplexities_of_eval_ppl(run, script, folders, tmp_
     rows = table(tmp_path / "figures", "1b")
     header, tensors = read_tensors(tmp_path / "P.safetensors", "patch")
     write_patch(tmp_path / "half.safetensors", {"run0.d": 0.5 * tensors["run0.d"]}, header)
-    code, _, _ = script("eval_ppl", "--model", folders("llama"), "--selection", f"vanilla={tmp_path}/selection.json", "--patch",
-                        f"d={tmp_path}/d.safetensors", f"P={tmp_path}/P.safetensors", f"half={tmp_path}/half.safetensors",
-                        "--datasets", text, "--seq-len", 32, "--limit-windows", 3, "--out", tmp_path / "ppl.json")
+    patches = [f"{name}={tmp_path}/{name}.safetensors" for name in ("d", "P", "half")]
+    code, _, _ = script("eval_ppl", "--model", folders("llama"), "--selection", f"vanilla={tmp_path}/selection.json",
+                        "--patch", *patches, "--datasets", text, "--seq-len", 32, "--limit-windows", 3, "--out",
+                        tmp_path / "ppl.json")
     assert code == 0
     expected = {row["variant"]: row for row in json.loads((tmp_path / "ppl.json").read_text())["results"]}
     for variant, alpha, name in (("dense", "", "dense"), ("vanilla [2, 4)", "", "vanilla"), ("d", 1.0, "d"),
@@ -239,7 +242,8 @@ def test_a_seed_draws_the_same_scalings(run, tmp_path, monkeypatch):
 @pytest.mark.parametrize("figure, given, words", [
     ("1a", dict(stats=False), "--stats"), ("1a", dict(patch=False, selection=False), "--patch"),
     ("1b", dict(patch=False), "--patch"), ("2", dict(selection=False, patch=False), "--selection"),
-    ("4", dict(stats=False), "--stats"), ("similarity", dict(stats=False), "--stats"), ("d", dict(stats=False), "--stats"),
+    ("4", dict(stats=False), "--stats"), ("similarity", dict(stats=False), "--stats"),
+    ("d", dict(stats=False), "--stats"),
     ("d", dict(selection=False, patch=False), "--selection"), ("9", {}, "invalid choice")])
 def test_a_missing_input_is_named_and_nothing_written(run, tmp_path, figure, given, words):
     code, _, err = run(figure=["massive", figure], **given)
@@ -254,7 +258,8 @@ def test_wrong_inputs_leave_nothing(run, script, folders, tmp_path, text):
         assert not (tmp_path / "figures").exists()
 
     for name in ("1a", "similarity", "d"):
-        refused(run(figure=[name], model=folders("no-ops"), selection=False, patch=name != "similarity"), "another model")
+        refused(run(figure=[name], model=folders("no-ops"), selection=False, patch=name != "similarity"),
+                "another model")
     refused(run("--calib-samples", 5, figure=["1a"]), "--stats", "other windows")
     refused(run(figure=["d"], selection=False, patch=False, stats=False), "needs one --stats file, 0 given")
     refused(run("--width", "5", figure=["d"]), "--width")
@@ -265,8 +270,8 @@ def test_wrong_inputs_leave_nothing(run, script, folders, tmp_path, text):
     refused(run("--stats", f"a={stats}", f"b={stats}", figure=["d"]), "needs one --stats file, 2 given")
     refused(run("--stats", f"a={stats}", f"a={stats}", figure=["4"]), "two files are called a")
     script("prune", "--model", folders("llama"), "--layers", "1", "--out", tmp_path / "other.json")
-    script("calibrate", "--model", folders("llama"), "--selection", tmp_path / "other.json", "--calib-data", text, *CALIB,
-           "--out", tmp_path / "other.safetensors")
+    script("calibrate", "--model", folders("llama"), "--selection", tmp_path / "other.json", "--calib-data",
+           text, *CALIB, "--out", tmp_path / "other.safetensors")
     refused(run("--patch", tmp_path / "other.safetensors", f"P={tmp_path}/P.safetensors", figure=["1a"]), "same layers")
     refused(run("--patch", f"dense={tmp_path}/P.safetensors", figure=["1b"]), "dense is taken")
     script("prune", "--model", folders("48"), "--layers", "1", "--out", tmp_path / "48.json")
@@ -279,19 +284,21 @@ def test_wrong_inputs_leave_nothing(run, script, folders, tmp_path, text):
 def test_all_says_what_it_leaves_out(run, tmp_path):
     code, out, _ = run(figure=["all"], patch=False, stats=False)
     assert code == 0 and sorted(re.findall(r"figure (\w+): skipped, (needs [\w-]+)", out)) == [
-        ("1a", "needs one"), ("1b", "needs --patch"), ("4", "needs --stats"), ("d", "needs one"), ("similarity", "needs one")]
+        ("1a", "needs one"), ("1b", "needs --patch"), ("4", "needs --stats"), ("d", "needs one"),
+        ("similarity", "needs one")]
     assert sorted(path.stem for path in (tmp_path / "figures").glob("*.csv")) == ["figure_2", "figure_massive"]
 
 
 def test_models_of_several_stats_have_their_own_blocks(run, script, folders, tmp_path, text):
     other = save(tiny(seed=1, num_hidden_layers=4), tmp_path / "other-model")
     prune(script, other, tmp_path / "other", text, "--n-prune", 1)
-    code, _, _ = run("--stats", f"one={tmp_path}/stats.safetensors", f"two={tmp_path}/other/stats.safetensors", "--selection",
-                     tmp_path / "selection.json", tmp_path / "other" / "selection.json", figure=["4"], model=None)
+    code, _, _ = run("--stats", f"one={tmp_path}/stats.safetensors", f"two={tmp_path}/other/stats.safetensors",
+                     "--selection", tmp_path / "selection.json", tmp_path / "other" / "selection.json", figure=["4"],
+                     model=None)
     rows = table(tmp_path / "figures", "4")
     removed = json.loads((tmp_path / "other" / "selection.json").read_text())["runs"][0]
-    assert code == 0 and [(row["model"], int(row["layer"]), int(row["end"])) for row in rows if row["item"] == "block"] == [
-        ("one", 2, 4), ("two", *removed)]
+    blocks = [(row["model"], int(row["layer"]), int(row["end"])) for row in rows if row["item"] == "block"]
+    assert code == 0 and blocks == [("one", 2, 4), ("two", *removed)]
     assert [len(numbers(rows, "mean", model=name, item="state")) for name in ("one", "two")] == [7, 5]
 
 
@@ -314,13 +321,14 @@ def check_layout(name, rows, width):
         boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in texts]
         assert len(boxes) > 5
         for what, box in boxes:
-            assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= canvas.figure.bbox.x1 and box.y1 <= canvas.figure.bbox.y1, what
+            assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1, what
         for (one, a), (two, b) in combinations(boxes, 2):
             apart = min(a.x1, b.x1) - max(a.x0, b.x0) < 0.5 or min(a.y1, b.y1) - max(a.y0, b.y0) < 0.5
             assert apart, f"{one!r} and {two!r} overlap"
-        for legend in figure.legends:
-            assert not any(legend.get_window_extent(renderer).overlaps(axes.get_window_extent(renderer)) for axes in figure.axes)
-            assert all(axes.get_window_extent(renderer).height > 100 for axes in figure.axes)  # one inch
+        panels = [axes.get_window_extent(renderer) for axes in figure.axes]
+        assert all(panel.height > 100 for panel in panels)  # one inch
+        legends = [legend.get_window_extent(renderer) for legend in figure.legends]
+        assert not any(legend.overlaps(panel) for legend in legends for panel in panels)
         return figure
 
 
@@ -335,17 +343,18 @@ def deep_tables():
     block = [dict(panel="block", curve="removed", x=40, end=61, value=None, low=None, high=None)]
     yield "1a", block + states + ratios
     yield "1b", [dict(dataset=dataset, item="level" if name == "dense" else "patch", variant=name, alpha=a, ppl=ppl * a)
-                 for dataset, ppl in (("D" * 70, 6.0), ("c4", 123456.0)) for name in ["dense", *long] for a in (0.5, 1.0, 1.5)]
+                 for dataset, ppl in (("D" * 70, 6.0), ("c4", 123456.0)) for name in ["dense", *long]
+                 for a in (0.5, 1.0, 1.5)]
     violin = dict(sigma_d=123456.7, log_sigma_d=10.25, windows=128, values=20000, q25=0.5, q50=1.0, q75=2.0)
     yield "2", [dict(violin, start=a, end=b, basis=basis, scaling=10.0**x, density=1.0 / (1 + x * x))
                 for a, b in blocks for basis in ("raw", "rotated") for x in range(-6, 7)]
     yield "4", [dict(item="state", model=name, layer=x, end=None, mean=1.0 + x, low=0.01, median=1.0, high=10.0 + x,
                      largest=2e4) for name in long for x in depth] + [
                 dict(item="block", model=name, layer=40, end=61) for name in long]
-    yield "massive", [dict(item="layer", layer=x, rank=rank, value=10.0 ** (x / 16) * (rank + 0.01), token="w", position=0)
-                      for x in depth for rank in range(4)] + [
-                      dict(item="token", layer=None, rank=1, value=20000.0 / (i + 1), token=figures.visible(name), position=i)
-                      for i, name in enumerate([*long, " \n\t", "$", "␣"])]
+    yield "massive", [dict(item="layer", layer=x, rank=rank, value=10.0 ** (x / 16) * (rank + 0.01), token="w",
+                           position=0) for x in depth for rank in range(4)] + [
+                      dict(item="token", layer=None, rank=1, value=20000.0 / (i + 1), token=figures.visible(name),
+                           position=i) for i, name in enumerate([*long, " \n\t", "$", "␣"])]
     yield "similarity", [dict(item="cosine", name="", row=a, column=b, value=1 - abs(a - b) / 90) for a in depth
                          for b in depth] + [dict(item="block", name=name, row=a, column=b, value=0.5)
                                             for name, (a, b) in zip(long, blocks)]
@@ -382,12 +391,14 @@ def test_curves_differ_without_colour():
 
 
 def test_white_space_and_strange_characters_are_visible():
-    assert figures.visible(" the") == "␣the" and figures.visible("\n\n") == "\\n\\n" and figures.visible("\x00") == "\\u0000"
+    assert figures.visible(" the") == "␣the" and figures.visible("\n\n") == "\\n\\n"
+    assert figures.visible("\x00") == "\\u0000"
     assert figures.visible("模") == "\\u6a21" and figures.visible("é") == "é" and figures.visible("\\n") == "\\\\n"
 
 
 def test_tables_survive_their_file_and_non_finite_numbers_do_not(tmp_path):
-    rows = [dict(variant="12", alpha=0.1 + 0.2, ppl=1e-300, end=None), dict(variant="a,\"b\"\n", alpha=-1, ppl=2.0, end=3)]
+    rows = [dict(variant="12", alpha=0.1 + 0.2, ppl=1e-300, end=None),
+            dict(variant="a,\"b\"\n", alpha=-1, ppl=2.0, end=3)]
     figures.write_table(tmp_path / "t.csv", rows)
     assert figures.read_table(tmp_path / "t.csv") == rows
     with pytest.raises(WorkError, match="figure 1b: ppl is not finite"):

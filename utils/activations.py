@@ -200,7 +200,7 @@ def _mean_std(values):
 
 @torch.no_grad()
 def read_magnitudes(decoder, input_ids, variants, progress=True):
-    """Mean over tokens of |what is read| in each channel at every place of several variants, float64 [variants, L+1, C].
+    """Mean over tokens of |what is read| in each channel at every place of variants, float64 [variants, L+1, C].
 
     input_ids: int64 [N, T]. Entry [v, l] is of the input of layer l in variant v, behind its patch if there is one,
     and [v, L] of the input of the final norm; NaN where layer l is removed. Layers before the first run of removed

@@ -30,7 +30,7 @@ COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#5
 DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (3, 1, 1, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P")
 GREY = "0.82"
-TEXT = ("panel", "curve", "dataset", "variant", "model", "token", "basis", "block", "name", "item")  # columns of strings
+TEXT = ("panel", "curve", "dataset", "variant", "model", "token", "basis", "name", "item")  # columns of strings
 STYLE = {
     "font.family": "DejaVu Sans", "mathtext.fontset": "dejavusans", "font.size": 7, "axes.labelsize": 7,
     "axes.titlesize": 7, "legend.fontsize": 6.5, "xtick.labelsize": 6.5, "ytick.labelsize": 6.5, "axes.linewidth": 0.6,
@@ -259,7 +259,8 @@ def draw_alpha(rows, width):
             points, look = _where(own, variant=variant), curve_style(index)
             name = label(variant, width - 0.8)
             if item == "level":
-                handles.append(axes.axhline(points[0]["ppl"], label=name, color=look["color"], linestyle=look["linestyle"]))
+                handles.append(axes.axhline(points[0]["ppl"], label=name, color=look["color"],
+                                            linestyle=look["linestyle"]))
             else:
                 handles += axes.plot(_column(points, "alpha"), _column(points, "ppl"), label=name, **look)
         _value_axis(axes, _column(own, "ppl"))
@@ -360,8 +361,9 @@ def draw_massive(rows, width):
     if tokens.get_xscale() == "log":
         tokens.set_xlim(min(values) / 2, 2 * max(values))
     tokens.set(xlabel="largest |activation| of the token", ylabel="token")
-    _legend(figure, width, [*depth.lines, *(Line2D([], [], linestyle="none", markeredgecolor="black", markersize=4.5, **kind)
-                                            for kind in kinds.values())])
+    shapes = [Line2D([], [], linestyle="none", markeredgecolor="black", markersize=4.5, **kind)
+              for kind in kinds.values()]
+    _legend(figure, width, [*depth.lines, *shapes])
     return figure
 
 
@@ -407,7 +409,8 @@ def draw_scales(rows, width):
             places = [100 * (rank + 0.5) / len(points) for rank in range(len(points))]
             look = curve_style(index, len(points))
             axes.fill_between(places, [max(row["d"] - row["stderr"], lowest / 2) for row in points],
-                              [row["d"] + row["stderr"] for row in points], color=look["color"], alpha=0.25, linewidth=0)
+                              [row["d"] + row["stderr"] for row in points], color=look["color"], alpha=0.25,
+                              linewidth=0)
             handles += axes.plot(places, _column(points, "d"), label=f"[{start}, {end}) ± standard error", **look)
         axes.axhline(1, color="0.4", linewidth=0.5, zorder=0)
         _value_axis(axes, _column(own, "d"))
