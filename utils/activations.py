@@ -12,6 +12,8 @@ from tqdm import tqdm
 
 from utils.artifacts import read_tensors, write_tensors
 from utils.errors import UserError, WorkError
+from utils.selection import kept_layers
+from utils.variants import apply_step
 
 TOKEN_CHUNK = 64  # tokens whose scaled states are copied at one time
 STATES_LIMIT = 8e9  # bytes that `layer_states` may keep
@@ -154,16 +156,20 @@ def _cosines_from_gram(gram):
 
 
 @torch.no_grad()
-def token_scaling_spread(decoder, input_ids, runs, rotation, progress=True):
+def token_scaling_spread(decoder, input_ids, runs, rotation, progress=True, keep=0, seed=0):
     """sigma_d of eq. (4) for each run (start, end), raw and rotated, over windows input_ids int64 [N, T].
 
     For each window and channel the standard deviation over tokens (unbiased) of |X^(end)| / |X^(start)|, averaged.
     Its robust companion is the same of the logarithm of that ratio: eq. (4) has near-zero denominators and hence
     heavy tails. Zero denominators (and zero numerators, for the logarithm) are left out.
-    Returns a list of {"start", "end", "sigma_d", "sigma_d_rotated", "log_sigma_d", "log_sigma_d_rotated", "windows"}.
+    Returns a list of {"start", "end", "sigma_d", "sigma_d_rotated", "log_sigma_d", "log_sigma_d_rotated", "windows"};
+    with `keep` also "values" and "values_rotated": at most so many of the positive ratios, float32 [<= keep], drawn
+    with `seed` evenly from all windows.
     """
     names = ("sigma_d", "sigma_d_rotated", "log_sigma_d", "log_sigma_d_rotated")
     totals = [dict.fromkeys(names, 0.0) for _ in runs]
+    kept = [{"values": [], "values_rotated": []} for _ in runs]
+    generator = torch.Generator().manual_seed(seed)
     wanted = {index for run in runs for index in run}
     for ids in tqdm(input_ids.split(1), desc="sigma_d", unit="window", disable=not progress):
         batch = decoder.inputs(ids)
@@ -173,14 +179,19 @@ def token_scaling_spread(decoder, input_ids, runs, rotation, progress=True):
                 states[index] = hidden[0].float()
             if index < max(wanted, default=0):
                 hidden = decoder.layer(batch, index, hidden)
-        for total, (start, end) in zip(totals, runs):
+        for total, some, (start, end) in zip(totals, kept, runs):
             for suffix, change in (("", lambda x: x), ("_rotated", rotation.apply)):
                 before, after = change(states[start]).abs(), change(states[end]).abs()
                 ratio = torch.where(before > 0, after / before, torch.nan)
                 total["sigma_d" + suffix] += _mean_std(ratio)
                 total["log_sigma_d" + suffix] += _mean_std(torch.where(ratio > 0, ratio, torch.nan).log())
+                if keep:
+                    positive = ratio[ratio > 0].cpu()
+                    pick = torch.randperm(len(positive), generator=generator)[:keep // len(input_ids)]
+                    some["values" + suffix].append(positive[pick])
     return [{"start": start, "end": end, **{name: total[name] / len(input_ids) for name in names},
-             "windows": len(input_ids)} for total, (start, end) in zip(totals, runs)]
+             "windows": len(input_ids), **({name: torch.cat(parts) for name, parts in some.items()} if keep else {})}
+            for total, some, (start, end) in zip(totals, kept, runs)]
 
 
 def _mean_std(values):
@@ -216,3 +227,67 @@ def layer_states(decoder, input_ids, batch_size, wanted):
                 hidden = decoder.layer(batch, index, hidden)
         result.append((batch, states))
     return result
+
+
+@torch.no_grad()
+def read_magnitudes(decoder, input_ids, variants, progress=True):
+    """Mean over tokens of |what is read| in each channel at every place of variants, float64 [variants, L+1, C].
+
+    input_ids: int64 [N, T]. Entry [v, l] is of the input of layer l in variant v, behind its patch if there is one,
+    and [v, L] of the input of the final norm; NaN where layer l is removed. Layers before the first run of removed
+    layers run once for all variants. Raises WorkError on a non-finite state.
+    """
+    length = decoder.num_layers
+    first = min((min((*variant.removed, *variant.patches), default=length) for variant in variants), default=0)
+    result = torch.full((len(variants), length + 1, decoder.hidden_size), torch.nan, dtype=torch.float64)
+    result[:, :first] = 0.0
+    for row, variant in zip(result, variants):
+        row[[*kept_layers(length, variant.removed), length]] = 0.0
+    for ids in tqdm(input_ids.split(1), desc="magnitudes", unit="window", disable=not progress):
+        batch = decoder.inputs(ids)
+        hidden = batch.hidden
+        for index in range(first):
+            result[:, index] += _column_sums(hidden[0].abs()).cpu().double()
+            hidden = decoder.layer(batch, index, hidden)
+        for row, variant in zip(result, variants):
+            own, behind = hidden, [step for step in variant.steps(length) if not isinstance(step, int) or step >= first]
+            for step in [*behind, length]:
+                if isinstance(step, int):
+                    row[step] += _column_sums(own[0].abs()).cpu().double()
+                if step != length:
+                    own = apply_step(decoder, batch, step, own)
+    result /= input_ids.numel()
+    for row, variant in zip(result, variants):
+        if not torch.isfinite(row[[*kept_layers(length, variant.removed), length]]).all():
+            raise WorkError(f"{decoder.label}: variant {variant.name} has non-finite states; "
+                            "use --dtype float32 or bfloat16")
+    return result
+
+
+@torch.no_grad()
+def largest_activations(decoder, input_ids, top=3, progress=True):
+    """The largest |X^(l)| over windows input_ids int64 [N, T], for every l = 0..L, and the tokens that carry them.
+
+    Returns (layers, tokens, medians). layers: for each l a list of `top` entries (value, window, position, channel),
+    largest first; tokens: float32 [N, T], the largest of each token over all layers and channels; medians: float64
+    [L+1], of |X^(l)| over tokens and channels, averaged over windows.
+    """
+    length = decoder.num_layers
+    layers = [[] for _ in range(length + 1)]
+    tokens, medians = torch.zeros(input_ids.shape), torch.zeros(length + 1, dtype=torch.float64)
+    for window, ids in enumerate(tqdm(input_ids.split(1), desc="massive", unit="window", disable=not progress)):
+        batch = decoder.inputs(ids)
+        hidden = batch.hidden
+        for index in range(length + 1):
+            size = hidden[0].float().abs()
+            values, flat = size.flatten().topk(min(top, size.numel()))
+            places = zip(values.tolist(), (flat // size.shape[1]).tolist(), (flat % size.shape[1]).tolist())
+            found = layers[index] + [(value, window, position, channel) for value, position, channel in places]
+            layers[index] = sorted(found, key=lambda entry: (-entry[0], *entry[1:]))[:top]
+            tokens[window] = torch.maximum(tokens[window], size.amax(1).cpu())
+            medians[index] += size.median().item() / len(input_ids)
+            if index < length:
+                hidden = decoder.layer(batch, index, hidden)
+    if not torch.isfinite(tokens).all():
+        raise WorkError(f"{decoder.label}: non-finite states; use --dtype float32 or bfloat16")
+    return layers, tokens, medians

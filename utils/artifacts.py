@@ -29,10 +29,10 @@ REQUIRED = {  # fields that readers rely on, with their types
     "mmlu": {"model": dict, "results": list}, "overhead": {"model": dict, "results": list},
     "checkpoint": {"recipe": dict, "step": int, "log": list},
     "teacher": {"recipe": dict, "sha256": str}, "stats": {"recipe": dict},
-    "progress": {"recipe": dict, "rounds": list},
+    "progress": {"recipe": dict, "rounds": list}, "figure": {"recipe": dict, "csv_sha256": str},
 }
-VERSIONS = {"selection": 1, "stats": 1, "patch": 1, "ppl": 1, "qa": 1, "mmlu": 1,
-            "overhead": 1, "checkpoint": 1, "teacher": 1, "progress": 1}
+VERSIONS = {"selection": 1, "stats": 1, "patch": 1, "ppl": 1, "qa": 1, "mmlu": 1, "overhead": 1, "checkpoint": 1,
+            "teacher": 1, "progress": 1, "figure": 1}
 HEADER = "linearpatch"  # key of the JSON inside a safetensors header
 
 

@@ -137,9 +137,7 @@ class Session:
         if not args.no_dense:
             given.insert(0, ("patch", "dense"))
         for kind, text in given:
-            name, separator, path = text.partition("=")
-            if not separator or Path(text).exists():
-                name, path = ("dense" if text == "dense" else _variant_name(text)), text
+            name, path = ("dense", text) if text == "dense" else named_file(text)
             if name == "dense" and text != "dense":
                 raise UserError(f"{text}: dense is the name of the model itself; choose another")
             if path == "dense":
@@ -158,9 +156,12 @@ class Session:
         return list(found.values())
 
 
-def _variant_name(path):
-    path = Path(path)
-    return f"{path.parent.name}/{path.stem}".lstrip("/")
+def named_file(text):
+    """(name, path) of NAME=FILE; a file without a name is called by its folder and stem."""
+    name, separator, path = text.partition("=")
+    if separator and not Path(text).exists():
+        return name, path
+    return f"{Path(text).parent.name}/{Path(text).stem}".lstrip("/"), text
 
 
 def default_folder(model):
