@@ -11,9 +11,11 @@
 massive     largest activations at every depth and the tokens that carry them; runs the model.
 similarity  cosine of every pair of depths from --stats, blocks of --selection (or --patch) outlined.
 d           d with its standard error, raw and rotated, from --stats and --selection (or --patch).
+metrics     perplexity by selection metric and number of layers, alone and patched, from the variants METRIC-nN and
+            METRIC+P-nN of --results (vanilla-nN and P-nN are those of the cosine).
 all         every figure that the given files allow; those that run the model only with --model.
 
-4, similarity and d load no weights. What runs the model runs it on the first --windows calibration windows, 1b on the
+4, similarity, d and metrics load no weights. What runs the model runs it on the first --windows calibration windows, 1b on the
 windows of --datasets. Beside each csv a json holds its recipe and provenance: numbers that are there with the same
 recipe are drawn anew, not computed anew.
 """
@@ -35,11 +37,11 @@ from utils.modeling_linearpatch import LinearPatch
 from utils.models import EMBEDDED
 from utils.patch import checked_layers, scale_stderr, scale_vector
 from utils.perplexity import summarise, window_losses
-from utils.selection import runs_of
+from utils.selection import METRICS, runs_of
 from utils.session import Session, default_folder, named_file
 from utils.variants import Variant
 
-FIGURES = ("1a", "1b", "2", "4", "massive", "similarity", "d")
+FIGURES = ("1a", "1b", "2", "4", "massive", "similarity", "d", "metrics")
 RUN_THE_MODEL = ("1a", "1b", "2", "massive")
 ALPHAS = tuple(round(0.5 + 0.1 * step, 1) for step in range(11))
 SAMPLED = 20000  # token-wise scalings whose density a violin shows
@@ -58,6 +60,7 @@ def arguments():
                    help="stats.safetensors of prune.py; several for figure 4")
     p.add_argument("--selection", nargs="+", default=[], metavar="[NAME=]FILE", help="selection.json of prune.py")
     p.add_argument("--patch", nargs="+", default=[], metavar="[NAME=]FILE", help="patch files, as for eval_ppl.py")
+    p.add_argument("--results", type=Path, help="metrics: ppl.json of eval_ppl.py")
     p.add_argument("--windows", type=cli.positive, default=4, help="calibration windows that 1a, 2 and massive run")
     p.add_argument("--datasets", nargs="+", help="of 1b, as for eval_ppl.py; default wiki for the embedded model, else "
                                                  "wikitext2")
@@ -66,7 +69,7 @@ def arguments():
     p.set_defaults(model=None)  # given, the files must be of this model; the embedded one when a figure needs any
     cli.add_data_flags(p)
     cli.add_calibration_flags(p)
-    cli.add_output_flags(p, "folder; default figures/ beside the first --stats, or in runs/<model>")
+    cli.add_output_flags(p, "folder; default figures/ beside the first --stats or --results, or in runs/<model>")
     return p.parse_args()
 
 
@@ -360,8 +363,34 @@ def plan_d(inputs):
     return {"stats": recipe, "runs": runs, "seed": inputs.args.seed}, compute
 
 
+def plan_metrics(inputs):
+    if inputs.args.results is None:
+        raise Missing("needs --results")
+    content = read_json(inputs.args.results, "ppl")
+    if inputs.named_model:
+        inputs.session.source.check_artifact(content["model"], inputs.args.results)
+    rows = metric_rows(content["results"])
+    if not rows:
+        raise Missing(f"finds no variant named METRIC-nN in {inputs.args.results}")
+    return {"model": content["model"], "rows": rows}, lambda: rows
+
+
+def metric_rows(results):
+    """Rows of the figure of metrics from the rows of a ppl.json, of its first data set that has any."""
+    rows = []
+    for row in results:
+        name, _, n = row["variant"].rpartition("-n")
+        patched = name.endswith("+P") or name == "P"
+        metric = {"vanilla": "cosine", "P": "cosine"}.get(name, name.removesuffix("+P"))
+        if n.isdigit() and metric in (*METRICS, "laco"):
+            rows.append(dict(dataset=row["dataset"], name=metric, n=int(n), item="patched" if patched else "alone",
+                             ppl=row["ppl"]))
+    rows = [row for row in rows if row["dataset"] == rows[0]["dataset"]]
+    return sorted(rows, key=lambda row: (row["name"], row["n"], row["item"]))
+
+
 PLANS = {"1a": plan_1a, "1b": plan_1b, "2": plan_2, "4": plan_4, "massive": plan_massive, "similarity": plan_similarity,
-         "d": plan_d}
+         "d": plan_d, "metrics": plan_metrics}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -397,14 +426,16 @@ def plans(args, inputs):
                 raise UserError(f"--figure {name}: {missing}") from None
             print(f"figure {name}: skipped, {missing}")
     if not found:
-        raise UserError("--figure all: nothing can be drawn; give --stats, --selection, --patch or --model")
+        raise UserError("--figure all: nothing can be drawn; give --stats, --selection, --patch, --results or --model")
     return found
 
 
 def main():
     args = arguments()
     inputs = Inputs(args)
-    home = Path(named_file(args.stats[0])[1]).parent if args.stats else default_folder(args.model)
+    home = default_folder(args.model)
+    if args.stats or args.results:
+        home = Path(named_file(args.stats[0])[1] if args.stats else args.results).parent
     args.out = args.out or home / "figures"
     if args.out.exists() and not args.out.is_dir():
         raise UserError(f"--out {args.out}: is a file; name a folder")

@@ -68,7 +68,7 @@ sizes() {
   TRAIN=(--seq-len 2048 --val-samples 16)
   SAMPLES=5000 HALF=2500 MORE=7500
   QA=(--tasks all) MMLU=(--subjects all)
-  FIGURE=(--calib-samples 128 --seq-len 2048)
+  SHOWN=16 SWEEP=()                                      # windows behind the figures; limits of the sweep of alpha
   METRICS=(sleb shortgpt taylor+)                        # of table 7
   COMPARED=(wikitext2 c4 ptb)                            # corpora on which all metrics are compared
   if [ "$1" = smollm2-135m ]; then
@@ -80,7 +80,7 @@ sizes() {
     TRAIN=(--seq-len 256 --val-samples 4 --save-every 16 --lr 1e-3)
     SAMPLES=16 HALF=8 MORE=24
     QA+=(--limit 20) MMLU+=(--limit 2)
-    FIGURE=(--calib-samples 4 --seq-len 512)
+    SHOWN=2 SWEEP=(--limit-windows 2)
     COMPARED=(wikitext2)
     if [ -z "${LINEARPATCH_DATA:-}" ]; then
       CORPUS=wiki
@@ -100,7 +100,7 @@ sizes() {
     TRAIN=(--seq-len 128 --val-samples 1 --save-every 4 --lr 1e-3)
     SAMPLES=4 HALF=2 MORE=6
     QA=(--tasks all --limit 2) MMLU=(--subjects anatomy astronomy --limit 2)
-    FIGURE=(--calib-samples 2 --seq-len 128)
+    SHOWN=1 SWEEP=(--limit-windows 1)
   fi
 }
 
@@ -403,15 +403,26 @@ metrics() {
 # ---------------------------------------------------------------------------------------------------------------------
 # Figures. 1: channel magnitudes and the sweep of alpha. 2: scalings of single tokens. 4: depth, and more from the stats.
 figure() {
-  local n=$ABLATED
-  run python plot_magnitudes.py --model "$PRESET" --figure "$@" --stats "$DIR/stats.safetensors" \
-    --selection "$DIR/n$n/selection.json" --patch "$DIR/n$n/patch_hadamard.safetensors" --datasets "${DATASETS[0]}" "${EVAL[@]}" \
-    --calib-data "$CORPUS" "${FIGURE[@]}" --out "$DIR/figures"
+  run python plot_magnitudes.py --stats "$DIR/stats.safetensors" --figure "$@" --out "$DIR/figures"
 }
 
-fig1() { patches; figure 1a 1b; }
-fig2() { patches; figure 2; }
-fig4() { blocks; patches; figure 4 massive similarity d; }
+fig1() {
+  patches
+  figure 1a 1b --model "$PRESET" --calib-data "$CORPUS" "${CALIB[@]}" --windows "$SHOWN" --datasets "${DATASETS[0]}" \
+    "${SWEEP[@]}" --patch "d=$DIR/n$ABLATED/patch_diagonal.safetensors" "P=$DIR/n$ABLATED/patch_hadamard.safetensors"
+}
+
+fig2() {
+  blocks
+  figure 2 --model "$PRESET" --calib-data "$CORPUS" "${CALIB[@]}" --windows "$SHOWN" \
+    --selection $(for n in $LAYERS; do echo "n$n=$DIR/n$n/selection.json"; done)
+}
+
+fig4() {
+  blocks
+  figure 4 similarity d --selection $(for n in $LAYERS; do echo "n$n=$DIR/n$n/selection.json"; done)
+  figure massive --model "$PRESET" --calib-data "$CORPUS" "${CALIB[@]}" --windows "$SHOWN"
+}
 
 # Section 4.4. The shapes are LLaMA-2-7B's on a GPU, smaller on a CPU.
 overhead() {

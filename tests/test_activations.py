@@ -7,7 +7,7 @@ from tests.tiny import FAMILIES, ids, tiny
 from utils.activations import Stats, collect, token_scaling_spread
 from utils.errors import UserError, WorkError
 from utils.hadamard import rotation
-from utils.models import Decoder
+from utils.decoder import Decoder
 
 
 def plain_states(model, input_ids):

@@ -13,7 +13,7 @@ from tests.tiny import FAMILIES, ids, tiny
 from utils.artifacts import read_header, read_tensors
 from utils.distillation import Distiller, TrainablePatch, kl_top_k, kl_with_tail, teacher_targets
 from utils.errors import UserError
-from utils.models import Decoder
+from utils.decoder import Decoder
 from utils.replacement import ReplacementLayer, SwiGLU
 from utils.teacher_cache import TeacherCache, cache_bytes, index_dtype
 

@@ -17,13 +17,16 @@ from tests.test_scripts import CALIB, calibrate, prune
 from tests.tiny import save, tiny
 from tests.tokenizers_for_tests import tok_nobos
 from utils import figures
-from utils.artifacts import read_tensors
+from utils.artifacts import read_tensors, write_json
 from utils.corpora import calibration_windows
 from utils.errors import UserError, WorkError
 from utils.hadamard import rotation
 from utils.patch import write_patch
 
-NAMES = ("1a", "1b", "2", "4", "massive", "similarity", "d")
+NAMES = ("1a", "1b", "2", "4", "massive", "similarity", "d", "metrics")
+RESULTS = [{"variant": name, "dataset": dataset, "ppl": value} for dataset in ("wiki", "news") for name, value in (
+    ("dense", 20.0), ("vanilla-n3", 50.0), ("P-n3", 45.0), ("sleb-n3", 40.0), ("sleb+P-n3", 39.0), ("taylor+-n3", 90.0),
+    ("taylor++P-n3", 60.0), ("d-n3", 46.0), ("mine", 1.0))]
 FROM_STATS = ("4", "similarity", "d")
 
 
@@ -47,13 +50,17 @@ def run(script, folders, tmp_path, text, artifacts, monkeypatch):
         artifacts.update({path.name: path.read_bytes() for path in tmp_path.iterdir() if path != text})
     for name, content in artifacts.items():
         (tmp_path / name).write_bytes(content)
+    identity = json.loads((tmp_path / "selection.json").read_text())["model"]
+    write_json(tmp_path / "ppl.json", "ppl", {"model": identity, "results": RESULTS})
 
-    def call(*flags, figure, out="figures", model=folder, stats=True, selection=True, patch=True, draw=False):
+    def call(*flags, figure, out="figures", model=folder, stats=True, selection=True, patch=True, results=True,
+             draw=False):
         monkeypatch.setattr("plot_magnitudes.render", figures.render if draw else lambda *args: None)
         given = [*(("--model", model) if model else ()), "--figure", *figure]
         given += ["--stats", tmp_path / "stats.safetensors"] if stats else []
         given += ["--selection", f"n2={tmp_path}/selection.json"] if selection else []
         given += ["--patch", f"d={tmp_path}/d.safetensors", f"P={tmp_path}/P.safetensors"] if patch else []
+        given += ["--results", tmp_path / "ppl.json"] if results else []
         return script("plot_magnitudes", *given, "--calib-data", text, *CALIB, "--windows", 3, "--datasets", text,
                       "--limit-windows", 3, "--out", tmp_path / out, *flags)
 
@@ -282,10 +289,10 @@ def test_wrong_inputs_leave_nothing(run, script, folders, tmp_path, text):
 
 
 def test_all_says_what_it_leaves_out(run, tmp_path):
-    code, out, _ = run(figure=["all"], patch=False, stats=False)
+    code, out, _ = run(figure=["all"], patch=False, stats=False, results=False)
     assert code == 0 and sorted(re.findall(r"figure (\w+): skipped, (needs [\w-]+)", out)) == [
         ("1a", "needs one"), ("1b", "needs --patch"), ("4", "needs --stats"), ("d", "needs one"),
-        ("similarity", "needs one")]
+        ("metrics", "needs --results"), ("similarity", "needs one")]
     assert sorted(path.stem for path in (tmp_path / "figures").glob("*.csv")) == ["figure_2", "figure_massive"]
 
 
@@ -360,6 +367,8 @@ def deep_tables():
                                             for name, (a, b) in zip(long, blocks)]
     yield "d", [dict(basis=basis, start=a, end=b, channel=k, d=10.0 ** (k - 3 + a / 80), stderr=20.0) for basis in
                 ("raw", "rotated") for a, b in blocks for k in range(7)]
+    yield "metrics", [dict(dataset="D" * 70, name=name, n=n, item=item, ppl=10.0 ** (n / 3)) for name in
+                      ("cosine-sequence-axis", *long) for n in (3, 5, 7, 9) for item in ("alone", "patched")]
 
 
 @pytest.mark.filterwarnings("error")
@@ -406,3 +415,14 @@ def test_tables_survive_their_file_and_non_finite_numbers_do_not(tmp_path):
     (tmp_path / "t.csv").write_text("variant,ppl\na,b\n")
     with pytest.raises(UserError, match="t.csv"):
         figures.read_table(tmp_path / "t.csv")
+
+
+def test_metrics_takes_its_rows_from_the_results_alone(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("utils.session.load_decoder", lambda *args, **kwargs: pytest.fail("weights were loaded"))
+    assert run(figure=["metrics"], model=None)[0] == 0
+    found = {(row["name"], row["n"], row["item"]): float(row["ppl"]) for row in table(tmp_path / "figures", "metrics")}
+    assert found == {("cosine", "3", "alone"): 50.0, ("cosine", "3", "patched"): 45.0, ("sleb", "3", "alone"): 40.0,
+                     ("sleb", "3", "patched"): 39.0, ("taylor+", "3", "alone"): 90.0, ("taylor+", "3", "patched"): 60.0}
+    write_json(tmp_path / "ppl.json", "ppl", {"model": {"label": "tiny"}, "results": RESULTS[-1:]})
+    code, _, err = run("--results", tmp_path / "ppl.json", figure=["metrics"], model=None, out="empty", results=False)
+    assert code == 2 and "METRIC-nN" in err and not (tmp_path / "empty").exists()

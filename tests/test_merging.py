@@ -13,7 +13,8 @@ from tests.tiny import ids, save, tiny, token_text
 from utils.artifacts import sha256_file
 from utils.errors import UserError
 from utils.merging import RDSC, Schedule, apply_merges, laco, merge_weights, mergeable
-from utils.models import Decoder, find_model, load_decoder
+from utils.decoder import Decoder
+from utils.models import find_model, load_decoder
 
 IDS = ids(3, 12, seed=4)
 

@@ -14,7 +14,7 @@ from utils.activations import collect
 from utils.corpora import calibration_windows, describe
 from utils.errors import UserError, WorkError
 from utils.hadamard import rotation
-from utils.models import Decoder
+from utils.decoder import Decoder
 from utils.patch import patch_module, scale_vector
 from utils.removal import greedy, removal_losses
 from utils.selection import METRICS, distances_from_end, legal_range, magnitudes, one_shot, random_scores

@@ -9,7 +9,8 @@ from torch import nn
 
 from tests.tiny import FAMILIES, ids, save, tiny
 from utils.errors import UserError, WorkError
-from utils.models import Decoder, find_model, first_tensor, load_decoder, pick_dtype
+from utils.decoder import Decoder, first_tensor
+from utils.models import find_model, load_decoder, pick_dtype
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -161,7 +162,7 @@ def test_token_nll_is_cross_entropy_whatever_the_chunk(monkeypatch):
         logits = decoder.model(ids()).logits.double()
         expected = -torch.log_softmax(logits[:, :-1], -1).gather(-1, ids()[:, 1:, None]).squeeze(-1)
         for chunk in (3, 512):
-            monkeypatch.setattr("utils.models.NLL_CHUNK", chunk)
+            monkeypatch.setattr("utils.decoder.NLL_CHUNK", chunk)
             torch.testing.assert_close(decoder.token_nll(hidden, ids()[:, 1:]).double(), expected, rtol=1e-5, atol=1e-5)
 
 

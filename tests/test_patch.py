@@ -8,7 +8,7 @@ from tests.tiny import ids, tiny
 from utils.activations import collect
 from utils.errors import WorkError
 from utils.hadamard import rotation
-from utils.models import Decoder
+from utils.decoder import Decoder
 from utils.patch import patch_module, scale_stderr, scale_vector
 
 

@@ -8,7 +8,7 @@ import torch
 from tests.tiny import ids, tiny
 from utils.errors import WorkError
 from utils.modeling_linearpatch import LinearPatch
-from utils.models import Decoder
+from utils.decoder import Decoder
 from utils.perplexity import summarise, window_losses
 from utils.variants import Variant, run_variants
 

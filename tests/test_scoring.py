@@ -6,7 +6,7 @@ import torch
 from tests.tiny import FAMILIES, tiny
 from utils.errors import WorkError
 from utils.modeling_linearpatch import LinearPatch
-from utils.models import Decoder
+from utils.decoder import Decoder
 from utils.scoring import Request, make_packs, score, score_behind_prefix
 from utils.surgery import patched_model
 from utils.variants import Variant

@@ -10,7 +10,7 @@ from tests.tiny import ids, tiny
 from utils.activations import Stats, collect
 from utils.errors import UserError
 from utils.hadamard import rotation
-from utils.models import Decoder
+from utils.decoder import Decoder
 from utils.selection import METRICS, n_for_ratio, parameter_accounting, runs_of, select
 
 

@@ -14,7 +14,8 @@ from tests.tiny import FAMILIES, ids, save, tiny
 from tests.tokenizers_for_tests import tok_nobos
 from utils.errors import UserError
 from utils.modeling_linearpatch import LinearPatch
-from utils.models import Decoder, find_model, load_decoder
+from utils.decoder import Decoder
+from utils.models import find_model, load_decoder
 from utils.surgery import cut, patched_model, save_folder
 from utils.variants import Variant, run_variants
 

@@ -18,7 +18,8 @@ from tests.tokenizers_for_tests import tok_nobos
 from utils.artifacts import sha256_file
 from utils.corpora import calibration_windows
 from utils.errors import UserError
-from utils.models import Decoder, find_model, load_decoder
+from utils.decoder import Decoder
+from utils.models import find_model, load_decoder
 from utils.perplexity import window_losses
 from utils.surgery import save_folder
 from utils.variants import Variant

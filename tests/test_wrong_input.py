@@ -16,7 +16,8 @@ from utils.artifacts import read_tensors
 from utils.errors import UserError, WorkError
 from utils.hadamard import rotation
 from utils.mmlu import Question, encode, load_subjects
-from utils.models import Decoder, find_model
+from utils.decoder import Decoder
+from utils.models import find_model
 from utils.perplexity import summarise
 
 

@@ -16,7 +16,8 @@ from utils import cli
 from utils.activations import collect
 from utils.distillation import Distiller, TrainablePatch, kl_top_k
 from utils.hadamard import rotation
-from utils.models import EMBEDDED, Decoder, find_model, load_decoder, load_tokenizer
+from utils.decoder import Decoder
+from utils.models import EMBEDDED, find_model, load_decoder, load_tokenizer
 from utils.patch import patch_module, scale_vector
 from utils.perplexity import window_losses
 from utils.removal import greedy
@@ -238,6 +239,23 @@ def benchmark_distill(steps=21, seq_len=512, top_k=100, lr=1e-4):
         print(f"  plain / online {median_ratio(times, 'plain', 'online'):.2f} (target {targets[0]}), "
               f"plain / cached epochs {median_ratio(times, 'plain', 'cached'):.2f} (target {targets[1]}); "
               f"largest relative difference of the losses {worst:.1e}", flush=True)
+    used, dense = _peak_of(_online_once, seq_len, top_k, lr), _peak_of(_dense_with_graph, seq_len)
+    patches = 3 * 4 * load_decoder(find_model(EMBEDDED)).hidden_size**2
+    print(f"peak memory of online training {used / 2**20:.0f} MiB; the dense model with the activations of one batch and "
+          f"3 C^2 floats {(dense + patches) / 2**20:.0f} MiB")
+
+
+def _online_once(seq_len, top_k, lr):
+    recipe = _Recipe(load_decoder(find_model(EMBEDDED)), 12, 19, top_k, lr)
+    for step in range(2):
+        recipe.online(torch.arange(5, 5 + seq_len)[None] + step)
+
+
+def _dense_with_graph(seq_len):
+    """The dense model, run once with a graph from its embeddings to its last states."""
+    decoder = load_decoder(find_model(EMBEDDED))
+    embeddings = decoder.model.get_input_embeddings()(torch.arange(5, 5 + seq_len)[None]).requires_grad_()
+    decoder.model.base_model(inputs_embeds=embeddings, use_cache=False).last_hidden_state.sum().item()
 
 
 class _Recipe:
@@ -266,6 +284,7 @@ class _Recipe:
         with torch.no_grad():
             logits = self.decoder.model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
             values, index = logits.topk(self.top_k, dim=1)
+            values = values - logits.logsumexp(1, keepdim=True)  # probabilities are what is stored
 
         def loss():
             inputs, hidden = self.distiller.interface(ids)

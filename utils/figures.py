@@ -419,5 +419,40 @@ def draw_scales(rows, width):
     return figure
 
 
+def draw_metrics(rows, width):
+    """Perplexity by selection metric and number of removed layers, alone and with the patch; best metrics on top."""
+    depths = sorted(set(_column(rows, "n")))
+    names = sorted(_distinct(rows, "name"), key=lambda name: (_worst(rows, name), name))
+    figure = Figure(figsize=(width, 0.6 + 0.1 * len(names) * (len(depths) + 1)), layout="constrained")
+    axes, handles = figure.subplots(), []
+    for index, n in enumerate(depths):
+        look = {"color": COLOURS[1 + index % 6], "marker": MARKERS[index % len(MARKERS)], "linestyle": "none",
+                "markersize": 4}
+        for item, face in (("alone", "white"), ("patched", look["color"])):
+            own = _where(rows, n=n, item=item)
+            places = [names.index(row["name"]) + (index + 1) / (len(depths) + 1) - 0.5 for row in own]
+            handles += axes.plot(_column(own, "ppl"), places, markerfacecolor=face, **look,
+                                 label=f"{n} layers, {'with LinearPatch' if item == 'patched' else 'alone'}")
+        for name in names:
+            pair = _column(_where(rows, n=n, name=name), "ppl")
+            place = names.index(name) + (index + 1) / (len(depths) + 1) - 0.5
+            axes.plot([min(pair, default=1), max(pair, default=1)] if pair else [], [place, place] if pair else [],
+                      color=look["color"], linewidth=0.8, zorder=1)
+    for place in range(1, len(names)):
+        axes.axhline(place - 0.5, color="0.85", linewidth=0.5, zorder=0)
+    axes.set_yticks(range(len(names)), [label(name, 1.0) for name in names])
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    _value_axis(axes, _column(rows, "ppl"), "x")
+    axes.set(xlabel=f"perplexity on {label(rows[0]['dataset'], 1.5)}", ylabel="selection metric")
+    _legend(figure, width, handles)
+    return figure
+
+
+def _worst(rows, name):
+    """Perplexity of a metric alone at its largest number of layers."""
+    own = [row for row in rows if row["name"] == name]
+    return max(own, key=lambda row: (row["n"], row["item"] == "alone"))["ppl"]
+
+
 DRAWINGS = {"1a": draw_alignment, "1b": draw_alpha, "2": draw_violins, "4": draw_depths, "massive": draw_massive,
-            "similarity": draw_similarity, "d": draw_scales}
+            "similarity": draw_similarity, "d": draw_scales, "metrics": draw_metrics}

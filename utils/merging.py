@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from utils.activations import layer_states
 from utils.errors import UserError, WorkError
-from utils.models import first_tensor
+from utils.decoder import first_tensor
 from utils.patch import layer_lists
 from utils.selection import Selection, check_n_prune, n_for_ratio, parameter_accounting
 from utils.surgery import save_folder

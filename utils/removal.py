@@ -11,7 +11,7 @@ from torch import nn
 from tqdm import tqdm
 
 from utils.errors import WorkError
-from utils.models import NLL_CHUNK
+from utils.decoder import NLL_CHUNK
 from utils.selection import Selection
 
 SHORTLIST = 8  # the bound reads one in so many words of the vocabulary

@@ -309,7 +309,8 @@ def section_layers(run):
     for path, s in run.selections:
         score = max((c["score"] for c in s["scores"] if "start" in c), default=None) if s["metric"] == "cosine" else None
         method = f"{s['metric']}" + ("" if score is None else f", {score:.4f}")
-        rows.append((s["n_prune"], method, ", ".join(map(block, s["runs"])) or "none", f"{s['parameters']['removed']:,}",
+        what = "none, but narrower ones" if "widths" in s else ", ".join(map(block, s["runs"])) or "none"
+        rows.append((s["n_prune"], method, what, f"{s['parameters']['removed']:,}",
                      f"{s['parameters']['ratio_percent']:.2f}", f"{s['parameters']['ratio_with_patch_percent']:.2f}",
                      _published(run, s)))
     if not rows:

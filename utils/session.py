@@ -15,7 +15,8 @@ from utils.cli import seed_everything
 from utils.corpora import calibration_windows
 from utils.errors import UserError
 from utils.hadamard import rotation
-from utils.models import (EMBEDDED, find_layers, find_model, load_decoder, load_tokenizer, loading, own_class,
+from utils.decoder import find_layers
+from utils.models import (EMBEDDED, find_model, load_decoder, load_tokenizer, loading, own_class,
                           pick_device, pick_dtype)
 from utils.patch import checked_layers, read_patch
 from utils.variants import Variant

@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from utils.activations import layer_states
 from utils.errors import UserError, WorkError
-from utils.models import Decoder, first_tensor
+from utils.decoder import Decoder, first_tensor
 from utils.patch import layer_lists
 from utils.selection import n_for_ratio
 from utils.surgery import base_class, importable, own_model, save_folder

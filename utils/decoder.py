@@ -1,0 +1,221 @@
+"""A causal language model as embedding, decoder layers, final norm and head, run layer by layer.
+
+X^(l) is the input of layer l, X^(L) the raw output of the last layer, before the final norm. `Decoder` finds the
+layers by structure, not by the model's name, and runs them with the keyword arguments that the model itself passes.
+"""
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from utils.errors import UserError, WorkError
+
+NLL_CHUNK = 512  # tokens whose logits exist at one time: 512 x 128,000 float32 = 262 MB
+
+
+def find_layers(model):
+    """(parent module, its decoder layers as nn.ModuleList, module path of the list), found by structure.
+
+    The list has as many entries as the config has layers, and every entry holds attention or another mixer besides
+    an MLP: of all candidates the one with most parameters. Raises UserError naming the class when there is none.
+    """
+    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    candidates = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == depth and depth:
+            size = sum(p.numel() for p in module.parameters())
+            candidates.append((size, name))
+    if not candidates:
+        raise UserError(f"{type(model).__name__}: no list of {depth} decoder layers found; this architecture is "
+                        "not supported")
+    path = max(candidates, key=lambda c: (c[0], -len(c[1])))[1]
+    parent = model.get_submodule(path.rpartition(".")[0])
+    return parent, model.get_submodule(path), path
+
+
+def find_final_norm(parent, layers):
+    """(attribute name, module) of the norm behind the last layer, or (None, None) when the decoder has none."""
+    norms, behind = [], False
+    for name, module in parent.named_children():
+        behind = behind or module is layers
+        if behind and "norm" in type(module).__name__.lower():
+            norms.append((name, module))
+    if len(norms) > 1:
+        raise UserError(f"{type(parent).__name__}: several norms behind its layers "
+                        f"({', '.join(name for name, _ in norms)}); this architecture is not supported")
+    return norms[0] if norms else (None, None)
+
+
+@dataclass
+class LayerInputs:
+    """A batch ready to run: hidden = X^(0), [B, T, C]; kwargs[l] = what the model passes to layer l."""
+
+    hidden: torch.Tensor
+    kwargs: list
+
+
+class Decoder:
+    """A causal language model as embedding, layers 0..L-1, final norm and head.
+
+    `inputs` captures X^(0) and every layer's keyword arguments from a real call of the model with the layers
+    themselves skipped; `layer` then runs any one of them. On creation both are compared with the model's own forward,
+    so an architecture that does more between its layers is refused instead of computed wrongly.
+    """
+
+    def __init__(self, model, source=None):
+        self.model = model.eval()
+        self.model.requires_grad_(False)
+        self.source = source
+        self.parent, self.layers, self.layers_path = find_layers(model)
+        self.norm_name, self.norm = find_final_norm(self.parent, self.layers)
+        self.head = model.get_output_embeddings()
+        if self.head is None:
+            raise UserError(f"{type(model).__name__}: has no output head; a causal language model is needed")
+        self.config = model.config.get_text_config()
+        self.num_layers = len(self.layers)
+        self.hidden_size = self.config.hidden_size
+        self.vocab_size = self.head.weight.shape[0]
+        self._check()
+
+    @property
+    def device(self):
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self):
+        return self.head.weight.dtype
+
+    @property
+    def label(self):
+        return self.source.label if self.source else type(self.model).__name__
+
+    def inputs(self, input_ids, attention_mask=None, **kwargs):
+        """LayerInputs of a batch: input_ids int64 [B, T], attention_mask [B, T] with 0 at padding.
+
+        Costs the embedding and the masks only. Further keyword arguments go to the model (position_ids, ...).
+        """
+        rows = self.model.get_input_embeddings().weight.shape[0]
+        if input_ids.numel() and int(input_ids.max()) >= rows:
+            raise UserError(f"{self.label}: the tokenizer gives token id {int(input_ids.max())}, the model has {rows} "
+                            "embeddings; the tokenizer belongs to another model")
+        captured = {}
+        calls = [None] * self.num_layers
+
+        def take_hidden(_, args, kwargs):
+            captured["hidden"] = args[0] if args else kwargs["hidden_states"]
+
+        def skipping(index):
+            def forward(*args, **kwargs):
+                hidden = args[0] if args else kwargs.pop("hidden_states")
+                calls[index] = kwargs
+                return (hidden,) if self.returns_tuple else hidden
+            return forward
+
+        handle = self.layers[0].register_forward_pre_hook(take_hidden, with_kwargs=True, prepend=True)
+        try:
+            with _replaced_forwards(self.layers, skipping):
+                self.model.base_model(input_ids=input_ids.to(self.device), use_cache=False,
+                                      attention_mask=None if attention_mask is None else attention_mask.to(self.device),
+                                      **kwargs)
+        finally:
+            handle.remove()
+        return LayerInputs(captured["hidden"], calls)
+
+    def layer(self, batch, index, hidden):
+        """X^(index) -> X^(index+1), [B, T, C]. Raises WorkError when float16 overflows."""
+        output = self.layers[index](hidden, **batch.kwargs[index])
+        output = first_tensor(output)
+        if output.dtype == torch.float16 and not torch.isfinite(output).all():
+            raise WorkError(f"{self.label}: float16 overflow in the residual stream, output of layer {index}; "
+                            "use --dtype bfloat16 or float32")
+        return output
+
+    def final_states(self, hidden):
+        """X^(L) -> input of the head, [B, T, C]."""
+        if self.norm is None:
+            return hidden
+        return self.norm(hidden)
+
+    def head_logits(self, states):
+        """Input of the head [..., C] -> logits [..., V], float32, with the model's own scaling and soft cap."""
+        return self.scale_logits(self.head(states).float())
+
+    def scale_logits(self, logits):
+        """The model's own scaling and soft cap of raw logits."""
+        for name, scale in (("logit_scale", 1), ("logits_scaling", -1)):
+            factor = getattr(self.config, name, None)
+            if factor is not None:
+                logits = logits * factor**scale
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def token_nll(self, hidden, targets, look=None):
+        """Negative log-likelihoods of `targets` [B, T'] (float32, nats) given X^(L) [B, >=T', C] at their positions.
+
+        targets[:, t] is the token that position t predicts. Logits exist for NLL_CHUNK tokens at one time;
+        look(logits float32 [chunk, V]) sees each chunk of them.
+        """
+        length = targets.shape[1]
+        states = self.final_states(hidden[:, :length]).reshape(-1, hidden.shape[-1])
+        losses = []
+        for part, goal in zip(states.split(NLL_CHUNK), targets.reshape(-1).split(NLL_CHUNK)):
+            logits = self.head_logits(part)
+            if look is not None:
+                look(logits)
+            losses.append(nn.functional.cross_entropy(logits, goal.to(logits.device), reduction="none"))
+        return torch.cat(losses).view(targets.shape)
+
+    def parameters(self):
+        """(all, [of layer 0, 1, ...]) numbers of parameters; a tied head counts once."""
+        return (sum(p.numel() for p in self.model.parameters()),
+                [sum(p.numel() for p in layer.parameters()) for layer in self.layers])
+
+    @torch.no_grad()
+    def _check(self):
+        kinds = []
+        handles = [layer.register_forward_hook(lambda _m, _a, output: kinds.append(isinstance(output, tuple)))
+                   for layer in self.layers]
+        ids = torch.arange(16).view(2, 8) % self.vocab_size
+        expected = self.model(input_ids=ids.to(self.device), use_cache=False).logits.float()
+        for handle in handles:
+            handle.remove()
+        self.returns_tuple = any(kinds)
+        batch = self.inputs(ids)
+        hidden = batch.hidden
+        for index in range(self.num_layers):
+            hidden = self.layer(batch, index, hidden)
+        found = self.head_logits(self.final_states(hidden)).to(expected.device)
+        tolerance = 1e-4 if self.dtype == torch.float32 else 3e-2
+        scale = expected.abs().max().clamp(min=1.0)
+        if not torch.isfinite(expected).all():
+            raise WorkError(f"{self.label}: non-finite logits in {str(self.dtype).removeprefix('torch.')}; "
+                            "use --dtype float32 or bfloat16, or check its weights")
+        if (found - expected).abs().max() > tolerance * scale:
+            raise UserError(f"{type(self.model).__name__}: running its layers one by one does not give its own "
+                            "logits; this architecture is not supported")
+
+
+def first_tensor(output):
+    """The hidden states [B, T, C] that a layer returned, as a tensor or as the first entry of a tuple."""
+    hidden = output[0] if isinstance(output, tuple) else output
+    if hidden.ndim != 3:
+        raise WorkError(f"a decoder layer returned a tensor of {hidden.ndim} dimensions, expected [B, T, C]")
+    return hidden
+
+
+@contextmanager
+def _replaced_forwards(layers, make_forward):
+    """Within the block, layer l runs make_forward(l) instead of its own forward; its hooks stay."""
+    saved = [layer.__dict__.get("forward") for layer in layers]
+    try:
+        for index, layer in enumerate(layers):
+            layer.forward = make_forward(index)
+        yield
+    finally:
+        for layer, forward in zip(layers, saved):
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
