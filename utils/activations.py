@@ -139,7 +139,7 @@ def _channel_cosines(states):
 
     With every channel of every layer scaled to length 1 over time, the sum of all cosines is one inner product.
     """
-    lengths = torch.stack([_column_sums(state.float().square()) for state in states]).sqrt()
+    lengths = torch.linalg.vector_norm(states, dim=1, dtype=torch.float32)
     scale = torch.where(lengths > 0, 1 / lengths.clamp(min=torch.finfo(torch.float32).tiny), 0.0)
     total = 0
     for part in states.transpose(0, 1).split(TOKEN_CHUNK):  # [t, L+1, C]
