@@ -92,8 +92,8 @@ sizes() {
   fi
   if [ "${SIZE:-}" = small ]; then
     CALIB=(--calib-samples 4 --seq-len 128)
-    SEARCH=(--calib-samples 2 --seq-len 64)
-    SNIPPETS=(--calib-samples 2 --seq-len 64 --seed 1234)
+    SEARCH=(--calib-samples 1 --seq-len 32)
+    SNIPPETS=(--calib-samples 1 --seq-len 32 --seed 1234)
     WIDTH=("${WIDTH[@]:0:2}" --calib-samples 2 --seq-len 64)
     EVAL=(--seq-len 128 --limit-windows 2)
     SIGMA=2
@@ -121,12 +121,12 @@ setup() {
   PATH="$PWD/.venv/bin:$PATH"
 }
 
-# A command is printed and run once, however many targets need it.
+# A command is run once, however many targets need it. All wait in COMMANDS, so that one interpreter can load the libraries
+# for all of them (utils/launch.py); each is a command that can be typed by hand.
 run() {
-  case "$RAN" in *"|$*|"*) return ;; esac
-  RAN+="|$*|"
-  echo "+ $*"
-  [ -n "$DRY_RUN" ] || "$@"
+  local line
+  line=$(printf '%q ' "$@")
+  [[ "$COMMANDS" == *$'\n'"$line"$'\n'* ]] || COMMANDS+="$line"$'\n'
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -197,7 +197,8 @@ evaluate() {
 # The data sets of questions come from the hub; on the embedded model, which needs no hub, from local files only.
 answers() {
   [ "$PRESET" != smollm2-135m ] || [ -n "${LINEARPATCH_DATA:-}" ] || {
-    echo "question answering and MMLU are left out: they need LINEARPATCH_DATA=FOLDER (README, section Data)" >&2
+    [ -n "$TOLD" ] || echo "question answering and MMLU are left out: they need LINEARPATCH_DATA=FOLDER (README, section Data)" >&2
+    TOLD=yes
     return 1
   }
 }
@@ -434,7 +435,7 @@ storage() { overhead; }
 
 # ---------------------------------------------------------------------------------------------------------------------
 main() {
-  DRY_RUN='' RAN='' NARROW=''
+  DRY_RUN='' TOLD='' COMMANDS=$'\n' NARROW=''
   if [ "${1:-}" = --dry-run ]; then DRY_RUN=yes; shift; fi
   case "${1:-}" in
     "" | -h | --help) usage; return ;;
@@ -449,10 +450,15 @@ main() {
       echo "error: $target is no target; there are: $(echo $TARGETS) all" >&2; exit 2; }
   done
   sizes "$PRESET"
-  [ -n "$DRY_RUN" ] || setup
   for target in "$@"; do "$target"; done
   evaluate
   run python -m utils.report "$DIR"
+  if [ -n "$DRY_RUN" ]; then
+    sed -n 's/ *$//; s/^python/+ &/p' <<< "$COMMANDS"
+  else
+    setup
+    python -m utils.launch <<< "$COMMANDS"
+  fi
 }
 
 main "$@"

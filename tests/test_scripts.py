@@ -315,6 +315,10 @@ def test_rows_of_other_variants_stay_with_add_only_under_the_same_protocol(scrip
     code, _, err = script("eval_ppl", "--model", folder, "--datasets", other, "--seq-len", 32, "--no-dense", "--patch",
                           "itself=dense", "--add", "--out", tmp_path / "ppl.json")
     assert code == 0 and list(rows(tmp_path)) == ["dense", "cut2", "itself"], err
+    code, out, err = ppl(script, folder, tmp_path, text, "--selection", f"twin={tmp_path}/s2.json", "--add",
+                         "--limit-windows", 3)
+    assert code == 0 and "2 of 2 rows reused" in out, err  # one variant under two names keeps both
+    assert sorted(rows(tmp_path)) == ["cut2", "dense", "itself", "twin"]
 
 
 def test_a_killed_evaluation_goes_on_row_by_row(script, folders, tmp_path, monkeypatch):

@@ -15,13 +15,14 @@ class EarlierRows:
 
     def __init__(self, path, kind, data, source, force=False, add=False):
         content = read_json(path, kind) if Path(path).exists() and not force else {"results": []}
-        self.rows = {row["key"]: row for row in content["results"] if "key" in row and data in row}
+        self.rows = [row for row in content["results"] if "key" in row and data in row]
+        self.by_key = {row["key"]: row for row in self.rows}  # one of those that compute the same
         self.data = data
         self.add = add and content.get("model", {}).get("fingerprint") == source.fingerprint
 
     def find(self, variant, protocol):
         """The row of this variant and protocol under the variant's present name, or None."""
-        row = self.rows.get(key(variant, protocol))
+        row = self.by_key.get(key(variant, protocol))
         return None if row is None else {**row, "variant": variant.name}
 
     def others(self, variants, protocols):
@@ -30,9 +31,9 @@ class EarlierRows:
         Of these corpora, rows of variants that this call does not name, and only under the same protocol.
         """
         names, wanted = {variant.name for variant in variants}, {name: _short(p) for name, p in protocols.items()}
-        return [row for name, row in self.rows.items() if self.add and (
+        return [row for row in self.rows if self.add and (
             row[self.data] not in wanted or
-            (row["variant"] not in names and name.partition(":")[2] == wanted[row[self.data]]))]
+            (row["variant"] not in names and row["key"].partition(":")[2] == wanted[row[self.data]]))]
 
 
 def key(variant, protocol):
