@@ -179,7 +179,7 @@ def dry_run(*arguments, **environment):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_command_of_every_target_names_existing_scripts_and_flags(preset, monkeypatch):
     seen = 0
-    for target in TARGETS:
+    for target in TARGETS if preset == PRESETS[1] else [""]:
         done = dry_run(preset, *([target] if target else []))
         assert done.returncode == 0, done.stderr
         for line in done.stdout.splitlines():
@@ -191,7 +191,32 @@ def test_every_command_of_every_target_names_existing_scripts_and_flags(preset, 
             monkeypatch.setattr(sys, "argv", words)
             importlib.import_module(words[0].removesuffix(".py")).arguments()  # exits on an unknown flag
             seen += 1
-    assert seen > 30
+    assert seen > 35
+
+
+def launched(tmp_path, *lines):
+    return subprocess.run([sys.executable, "-m", "utils.launch"], input="\n".join(lines), capture_output=True, text=True,
+                          cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+def test_commands_run_in_forks_until_one_fails(tmp_path):
+    good, bad, after = (tmp_path / f"{name}.py" for name in ("a good one", "bad", "after"))
+    good.write_text("import sys, os\nprint('arguments', sys.argv[1:], os.getppid())\nimport torch\ntorch.manual_seed(1)\n"
+                    "sys.marker = 1\n")
+    bad.write_text("import sys\nprint('marked', hasattr(sys, 'marker'))\nsys.exit(2)\n")
+    after.write_text("print('never')\n")
+    done = launched(tmp_path, f"python {shlex.quote(str(good))} x\\ y 'z  z'", f"python {bad}", f"python {after}")
+    assert done.returncode == 2 and "arguments ['x y', 'z  z']" in done.stdout, done.stderr
+    assert "marked False" in done.stdout and "never" not in done.stdout
+    assert [line for line in done.stdout.splitlines() if line.startswith("+ ")][-1] == f"+ python {bad}"
+
+
+def test_a_crash_and_a_foreign_command_end_the_run(tmp_path):
+    (tmp_path / "crash.py").write_text("raise ValueError('what')\n")
+    done = launched(tmp_path, f"python {tmp_path}/crash.py")
+    assert done.returncode == 1 and "ValueError: what" in done.stderr
+    done = launched(tmp_path, "rm -rf nothing")
+    assert done.returncode == 2 and "expected python SCRIPT" in done.stderr
 
 
 def test_the_papers_sizes_for_the_papers_models():

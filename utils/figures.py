@@ -19,7 +19,7 @@ from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.font_manager import findfont  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
-from matplotlib.ticker import LogFormatterMathtext, LogLocator, MaxNLocator, NullLocator  # noqa: E402
+from matplotlib.ticker import FuncFormatter, LogFormatterMathtext, LogLocator, MaxNLocator, NullLocator  # noqa: E402
 
 from utils.artifacts import atomic_path  # noqa: E402
 from utils.errors import UserError, WorkError  # noqa: E402
@@ -420,32 +420,51 @@ def draw_scales(rows, width):
 
 
 def draw_metrics(rows, width):
-    """Perplexity by selection metric and number of removed layers, alone and with the patch; best metrics on top."""
+    """Perplexity by selection metric and number of removed layers, alone and with the patch; best metrics on top.
+
+    Values above ten times the median stand at the right edge as numbers: a broken model would squeeze all others.
+    """
     depths = sorted(set(_column(rows, "n")))
     names = sorted(_distinct(rows, "name"), key=lambda name: (_worst(rows, name), name))
-    figure = Figure(figsize=(width, 0.6 + 0.1 * len(names) * (len(depths) + 1)), layout="constrained")
+    limit = 10 * numpy.median(_column(rows, "ppl")).item()
+    figure = Figure(figsize=(width, 0.6 + 0.12 * len(names) * (len(depths) + 1)), layout="constrained")
     axes, handles = figure.subplots(), []
     for index, n in enumerate(depths):
         look = {"color": COLOURS[1 + index % 6], "marker": MARKERS[index % len(MARKERS)], "linestyle": "none",
                 "markersize": 4}
         for item, face in (("alone", "white"), ("patched", look["color"])):
-            own = _where(rows, n=n, item=item)
-            places = [names.index(row["name"]) + (index + 1) / (len(depths) + 1) - 0.5 for row in own]
-            handles += axes.plot(_column(own, "ppl"), places, markerfacecolor=face, **look,
+            handles += axes.plot([], [], markerfacecolor=face, **look,
                                  label=f"{n} layers, {'with LinearPatch' if item == 'patched' else 'alone'}")
+            for row in _where(rows, n=n, item=item):
+                if row["ppl"] <= limit:
+                    axes.plot(row["ppl"], _place(names, row, depths), markerfacecolor=face, **look)
         for name in names:
-            pair = _column(_where(rows, n=n, name=name), "ppl")
-            place = names.index(name) + (index + 1) / (len(depths) + 1) - 0.5
-            axes.plot([min(pair, default=1), max(pair, default=1)] if pair else [], [place, place] if pair else [],
-                      color=look["color"], linewidth=0.8, zorder=1)
+            pair = {row["item"]: row["ppl"] for row in _where(rows, n=n, name=name)}
+            place = _place(names, {"name": name, "n": n}, depths)
+            if pair:
+                axes.plot([min(min(pair.values()), limit), min(max(pair.values()), limit)], [place, place],
+                          color=look["color"], linewidth=0.8, zorder=1)
+            beyond = [f"{pair[item]:.1e}" for item in ("alone", "patched") if pair.get(item, 0) > limit]
+            if beyond:
+                axes.text(limit, place, " → ".join(beyond) + " ▸", ha="right", va="center", fontsize=5.5,
+                          color=look["color"])
     for place in range(1, len(names)):
         axes.axhline(place - 0.5, color="0.85", linewidth=0.5, zorder=0)
     axes.set_yticks(range(len(names)), [label(name, 1.0) for name in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
-    _value_axis(axes, _column(rows, "ppl"), "x")
+    _value_axis(axes, [min(value, limit) for value in _column(rows, "ppl")], "x")
+    if axes.get_xscale() == "log":
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=9))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_xlim(right=1.05 * limit)
     axes.set(xlabel=f"perplexity on {label(rows[0]['dataset'], 1.5)}", ylabel="selection metric")
     _legend(figure, width, handles)
     return figure
+
+
+def _place(names, row, depths):
+    """Height of a row's point: below one another for the numbers of layers of one metric."""
+    return names.index(row["name"]) + (depths.index(row["n"]) + 1) / (len(depths) + 1) - 0.5
 
 
 def _worst(rows, name):

@@ -7,6 +7,7 @@ paper's, their difference and a verdict. What has not been run is left out.
 import argparse
 import json
 import math
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -131,8 +132,13 @@ class Cell:
 
 def with_interval(value, interval, digits=2):
     """'value [low, high]', or the value alone where there is no interval."""
-    text = f"{value:.{digits}f}"
-    return text if interval is None else f"{text} [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]"
+    text = number(value, digits)
+    return text if interval is None else f"{text} [{number(interval[0], digits)}, {number(interval[1], digits)}]"
+
+
+def number(value, digits=2):
+    """With so many decimals, or with an exponent where nobody would read them."""
+    return f"{value:.{digits}f}" if abs(value) < 1e5 else f"{value:.2e}"
 
 
 def cells(run, kind, variant):
@@ -272,8 +278,8 @@ def three_numbers(run):
 
 
 def _paired(row, reference):
-    """Ratio of perplexities on the same windows with its interval, as text."""
-    if row is reference or len(row["window_nll"]) != len(reference["window_nll"]):
+    """Ratio of perplexities on the same windows with its interval, as text; '-' for an unpatched model itself."""
+    if row["scaling"] == "vanilla" or len(row["window_nll"]) != len(reference["window_nll"]):
         return "-"
     summary = summarise(*(torch.tensor(r["window_nll"], dtype=torch.float64) for r in (row, reference)))
     return with_interval(summary["ratio_to_reference"], summary["ratio_ci95"], 3)
@@ -310,11 +316,13 @@ def section_layers(run):
         score = max((c["score"] for c in s["scores"] if "start" in c), default=None) if s["metric"] == "cosine" else None
         method = f"{s['metric']}" + ("" if score is None else f", {score:.4f}")
         what = "none, but narrower ones" if "widths" in s else ", ".join(map(block, s["runs"])) or "none"
-        rows.append((s["n_prune"], method, what, f"{s['parameters']['removed']:,}",
+        n = s["n_prune"] or next((int(part[1:]) for part in path.parts[::-1] if re.fullmatch(r"n\d+", part)), 0)
+        rows.append((n, method, what, f"{s['parameters']['removed']:,}",
                      f"{s['parameters']['ratio_percent']:.2f}", f"{s['parameters']['ratio_with_patch_percent']:.2f}",
                      _published(run, s)))
     if not rows:
         return []
+    rows.sort(key=lambda row: (row[0], not row[1].startswith("cosine"), row[1]))
     return [Heading(2, "Table 7: layers removed"), Text(
         "Blocks are half-open and 0-based. For cosine the score of eq. (2) is behind the name. The ratio counts all "
         "parameters; the last but one column subtracts a C x C matrix per run, as the paper's rows do."),
@@ -408,9 +416,9 @@ def _columns(table, run):
 def section_metrics(run):
     """Every metric side by side at every n: what goes, and perplexity alone and with the patch."""
     datasets = list(dict.fromkeys(row["dataset"] for row in run.rows("ppl")))
-    values = {(row["variant"], row["dataset"]): f"{row['ppl']:.2f}" for row in run.rows("ppl")}
+    values = {(row["variant"], row["dataset"]): number(row["ppl"]) for row in run.rows("ppl")}
     body, metrics = [], []
-    for _, s in run.selections:
+    for _, s in sorted(run.selections, key=lambda e: (e[1]["n_prune"], e[1]["metric"] != "cosine", e[1]["metric"])):
         alone, patched = (("vanilla", "P") if s["metric"] == "cosine" else (s["metric"], f"{s['metric']}+P"))
         names = [f"{name}-n{s['n_prune']}" for name in (alone, patched)]
         if any(name in run.variants for name in names):
