@@ -73,7 +73,7 @@ sizes() {
   COMPARED=(wikitext2 c4 ptb)                            # corpora on which all metrics are compared
   if [ "$1" = smollm2-135m ]; then
     CALIB=(--calib-samples 16 --seq-len 512)
-    SEARCH=(--calib-samples 4 --seq-len 64)
+    SEARCH=(--calib-samples 2 --seq-len 64)
     SNIPPETS=(--calib-samples 4 --seq-len 64 --seed 1234)
     EVAL=(--seq-len 256 --limit-windows 4)
     SIGMA=4
