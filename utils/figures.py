@@ -427,7 +427,7 @@ def draw_metrics(rows, width):
     depths = sorted(set(_column(rows, "n")))
     names = sorted(_distinct(rows, "name"), key=lambda name: (_worst(rows, name), name))
     limit = 10 * numpy.median(_column(rows, "ppl")).item()
-    figure = Figure(figsize=(width, 0.6 + 0.12 * len(names) * (len(depths) + 1)), layout="constrained")
+    figure = Figure(figsize=(width, 0.6 + max(1.3, 0.12 * len(names) * (len(depths) + 1))), layout="constrained")
     axes, handles = figure.subplots(), []
     for index, n in enumerate(depths):
         look = {"color": COLOURS[1 + index % 6], "marker": MARKERS[index % len(MARKERS)], "linestyle": "none",
@@ -457,7 +457,7 @@ def draw_metrics(rows, width):
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=9))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_xlim(right=1.05 * limit)
-    axes.set(xlabel=f"perplexity on {label(rows[0]['dataset'], 1.5)}", ylabel="selection metric")
+    axes.set(xlabel=f"perplexity on {label(rows[0]['dataset'], 0.9)}", ylabel="selection metric")
     _legend(figure, width, handles)
     return figure
 
