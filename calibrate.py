@@ -154,7 +154,7 @@ def make_patch(out, removed, scaling, args, session, stats, stats_recipe, calibr
     if args.sigma_windows:
         content["sigma_d"] = spreads.of(runs)
     tensors = estimate(scaling, args, stats, runs, hidden_size)
-    content["provenance"] = session.watch.provenance(session.decoder if "decoder" in vars(session) else None)
+    content["provenance"] = session.watch.provenance(session.decoder if "decoder" in vars(session) else None, lap=True)
     write_patch(out, tensors, content)
 
 

@@ -409,7 +409,7 @@ def table_of(name, recipe, compute, inputs, stem):
     write_table(paths["csv"], rows)
     loaded = inputs.session.decoder if "session" in vars(inputs) and "decoder" in vars(inputs.session) else None
     write_json(paths["json"], "figure", {"figure": name, "recipe": recipe, "csv_sha256": sha256_file(paths["csv"]),
-                                         "provenance": inputs.watch.provenance(loaded)})
+                                         "provenance": inputs.watch.provenance(loaded, lap=True)})
     return rows
 
 

@@ -302,7 +302,7 @@ def prune(args, session, needed):
         write_json(args.out, "selection", {
             "model": session.source.identity(), "metric": metric, "n_prune": len(selection.removed), **lists,
             "order": list(selection.order), "scores": list(selection.scores), "parameters": parameters,
-            "calibration": calibration, "recipe": recipe, "provenance": session.watch.provenance()})
+            "calibration": calibration, "recipe": recipe, "provenance": session.watch.provenance(lap=True)})
         if metric == "sleb":
             progress_path(args).unlink(missing_ok=True)
 

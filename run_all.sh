@@ -126,6 +126,7 @@ setup() {
 run() {
   local line
   line=$(printf '%q ' "$@")
+  line=${line//\\\{n\\\}/{n\}}
   [[ "$COMMANDS" == *$'\n'"$line"$'\n'* ]] || COMMANDS+="$line"$'\n'
 }
 

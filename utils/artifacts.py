@@ -197,13 +197,18 @@ class Stopwatch:
     def __init__(self):
         self.start = time.perf_counter()
 
-    def provenance(self, decoder=None):
-        """dict: versions, git commit, device, wall seconds, peak memory in bytes (process; GPU if there is one)."""
+    def provenance(self, decoder=None, lap=False):
+        """dict: versions, git commit, device, wall seconds, peak memory in bytes (process; GPU if there is one).
+
+        lap: the seconds since the last lap, for a call that writes several artifacts.
+        """
+        now = time.perf_counter()
+        seconds, self.start = now - self.start, now if lap else self.start
         result = {
             "versions": versions(),
             "git_commit": git_commit(),
             "hardware": hardware(),
-            "wall_seconds": round(time.perf_counter() - self.start, 3),
+            "wall_seconds": round(seconds, 3),
             "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
         if decoder is not None:

@@ -99,7 +99,7 @@ class Session:
             return Stats.load(path)[0], recipe, windows.info
         stats = collect(self.decoder, windows.ids, turn, self.args.batch_size)
         stats.save(path, {"recipe": recipe, "model": recipe["model"], "calibration": windows.info,
-                          "provenance": self.watch.provenance(self.decoder)})
+                          "provenance": self.watch.provenance(self.decoder, lap=True)})
         return stats, recipe, windows.info
 
     def _holds_more(self, path, recipe):
