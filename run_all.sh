@@ -403,9 +403,15 @@ metrics() {
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Figures. 1: channel magnitudes and the sweep of alpha. 2: scalings of single tokens. 4: depth, and more from the stats.
+# Figures. 1: channel magnitudes and the sweep of alpha. 2: scalings of single tokens. 4: depth, of all models that have
+# been run, and more from the statistics.
 figure() {
   run python plot_magnitudes.py --stats "$DIR/stats.safetensors" --figure "$@" --out "$DIR/figures"
+}
+
+chosen() {
+  local n
+  for n in $LAYERS; do echo "n$n=$DIR/n$n/selection.json"; done
 }
 
 fig1() {
@@ -417,12 +423,22 @@ fig1() {
 fig2() {
   blocks
   figure 2 --model "$PRESET" --calib-data "$CORPUS" "${CALIB[@]}" --windows "$SHOWN" \
-    --selection $(for n in $LAYERS; do echo "n$n=$DIR/n$n/selection.json"; done)
+    --selection $(chosen)
 }
 
 fig4() {
+  local other stats=("$PRESET=$DIR/stats.safetensors") selections=() file
   blocks
-  figure 4 similarity d --selection $(for n in $LAYERS; do echo "n$n=$DIR/n$n/selection.json"; done)
+  for other in runs/*/; do
+    other=${other%/}
+    [ "$other" != "$DIR" ] && [ -f "$other/stats.safetensors" ] || continue
+    stats+=("${other#runs/}=$other/stats.safetensors")
+    for file in "$other"/n*/selection.json; do
+      [ ! -f "$file" ] || selections+=("${file#runs/}=$file")
+    done
+  done
+  run python plot_magnitudes.py --figure 4 --stats "${stats[@]}" --selection $(chosen) "${selections[@]}" --out "$DIR/figures"
+  figure similarity d --selection $(chosen)
   figure massive --model "$PRESET" --calib-data "$CORPUS" "${CALIB[@]}" --windows "$SHOWN"
 }
 

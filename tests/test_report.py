@@ -89,6 +89,14 @@ def test_the_page_is_well_formed_needs_no_other_file_and_says_the_same(run_folde
     assert [cell for cell in page.cells if cell] == [cell for cell in cells if cell.strip("|")]
 
 
+def test_the_papers_cells_that_do_not_add_up_are_known():
+    found = [(table.numbers[-1], model, n, column) for table in paper.TABLES for row in table.rows
+             for model in ("llama2-7b", "llama2-13b", "llama3-8b", "baichuan2-7b") for n in paper.depths(table, model)
+             for column, _, _ in paper.misprints(table, model, n, row)]
+    assert set(found) == {(9, "llama2-7b", 7, "qa_avg"), (10, "llama2-7b", 7, "qa_avg"),
+                          (16, "baichuan2-7b", 7, "mmlu_weighted_avg")}
+
+
 def test_html_is_escaped():
     page = html_page("<t>", [Text("a < b & `<code>`"), Table(("x", "y"), (("<script>", "1|2"),))])
     assert "<script>" not in page and "&lt;script&gt;" in page and "<code>&lt;code&gt;</code>" in page
