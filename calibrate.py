@@ -94,6 +94,9 @@ def main():
                         "calibrate them one by one with --out")
     args.stats = args.stats or args.selection[0].with_name("stats.safetensors")
     cli.check_outputs(args, out=".safetensors", stats=".safetensors")
+    for path in args.selection:
+        if not single and args.stats.resolve() in [path.with_name(f"patch_{name}.safetensors").resolve() for name in args.scaling]:
+            raise UserError(f"--stats {args.stats}: is where a patch of this call goes")
     session = Session(args)
     if args.save_model:
         session.tokenizer  # a model folder needs one: fail before any work

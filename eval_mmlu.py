@@ -13,6 +13,7 @@ from utils.mmlu import (CATEGORIES, LETTERS, SUBJECTS, answer_tokens, content_sh
 from utils.results import EarlierRows, key
 from utils.scoring import BATCH_TOKENS, score_behind_prefix
 from utils.session import Session, default_folder
+from utils.tokens import tokenizer_sha256
 
 
 def arguments():
@@ -44,7 +45,8 @@ def main():
     tables = {subject: (examples, cli.subset(questions, args.limit, args.seed))
               for subject, (examples, questions) in load_subjects(subjects, args.data_dir).items()}
     protocols = {subject: {"model": session.source.fingerprint, "dtype": session.dtype_name, "answer_tokens": answers,
-                           "subject": subject, "questions": content_sha256(table)} for subject, table in tables.items()}
+                           "tokenizer": tokenizer_sha256(session.tokenizer), "subject": subject,
+                           "questions": content_sha256(table)} for subject, table in tables.items()}
     earlier = EarlierRows(args.out, "mmlu", "subject", session.source, args.force, args.add)
     missing = {subject: [v for v in variants if not earlier.find(v, protocol)] for subject, protocol in protocols.items()}
     found = sum(len(variants) - len(names) for names in missing.values())
@@ -65,7 +67,7 @@ def main():
                 mine |= {variant.name: {
                     **subject_row(variant.name, subject, questions, guesses), "limit": args.limit, "seed": args.seed,
                     "shots": {str(shots): len(group) for shots, group in by_shots.items()},
-                    "key": key(variant, protocols[subject])} for variant, guesses in zip(missing[subject], predictions)}
+                    "dtype": session.dtype_name, "key": key(variant, protocols[subject])} for variant, guesses in zip(missing[subject], predictions)}
             results += [mine[variant.name] for variant in variants]
             if missing[subject] or subject == list(tables)[-1]:
                 content = {"model": session.source.identity(), "results": results + later,

@@ -85,7 +85,7 @@ def rows(name, info, variants, protocol, losses):
             **summarise(values, losses[variants[0].name]), "reference": variants[0].name, "windows": info["windows"],
             "seq_len": info["seq_len"], "scored_tokens": info["scored_tokens"], "dropped_tokens": info["dropped_tokens"],
             "bos": info["bos"], "removed": list(variant.removed), "scaling": variant.about.get("scaling"),
-            "stage": variant.about.get("stage"), "corpus": info, "key": key(variant, protocol),
+            "stage": variant.about.get("stage"), "corpus": info, "dtype": protocol["dtype"], "key": key(variant, protocol),
             "window_nll": values.tolist()})
     return result
 

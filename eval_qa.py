@@ -10,7 +10,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from utils import cli
-from utils.artifacts import atomic_path, read_json, write_json
+from utils.artifacts import atomic_path, read_json, sha256_json, write_json
 from utils.errors import UserError
 from utils.qa import (HarnessModel, harness_results, item_records, load_tasks, paired_differences, result_row, summary)
 from utils.results import EarlierRows, key
@@ -49,7 +49,9 @@ def main():
     tasks = load_tasks(args.tasks, model, args.data_dir, args.limit, args.seed)
     print(f"{model.bos_in_words()}; lm-evaluation-harness {harness_version()}, zero-shot; {session.dtype_name}")
     protocols = {qa.name: {"model": session.source.fingerprint, "dtype": session.dtype_name, "harness": harness_version(),
-                           "bos": model.bos_in_words(), "task": qa.name, "items": qa.content_sha1} for qa in tasks}
+                           "bos": model.bos_in_words(), "task": qa.name, "items": qa.content_sha1,
+                           "tokens": sha256_json([[r.context, r.continuation] for group in qa.groups for r in group])}
+                 for qa in tasks}
     earlier = EarlierRows(args.out, "qa", "task", session.source, args.force or args.log_samples, args.add)
     missing = {qa.name: [v for v in variants if not earlier.find(v, protocols[qa.name])] for qa in tasks}
     found = sum(len(variants) - len(names) for names in missing.values())
@@ -71,7 +73,8 @@ def main():
                 for variant, own, first in zip(missing[qa.name], values, greedy):
                     metrics, samples = harness_results(qa, model, own, first)
                     mine[variant.name] = {**result_row(qa, variant, metrics, samples, own), "limit": args.limit,
-                                          "seed": args.seed, "key": key(variant, protocols[qa.name])}
+                                          "seed": args.seed, "dtype": session.dtype_name,
+                                          "key": key(variant, protocols[qa.name])}
                     records += item_records(qa, variant, samples, own) if args.log_samples else []
             results += [mine[variant.name] for variant in variants]
             if missing[qa.name] or qa is tasks[-1]:

@@ -5,6 +5,7 @@ sleb, ppl and taylor need the loss on the windows, mag the weights only, random 
 """
 
 import argparse
+import itertools
 import json
 from functools import cached_property
 from importlib import resources
@@ -67,6 +68,8 @@ def arguments():
     if args.n_prune and len(args.n_prune) > 1:
         if args.layers or args.save_model or args.metric in BASELINES or "{n}" not in str(args.out):
             p.error("several --n-prune: only with {n} in --out, and without --layers, --save-model, laco and llm-pruner")
+    if not args.n_prune and "{n}" in str(args.out) or "{n}" in str(args.stats):
+        p.error("{n} stands for --n-prune in --out, and for nothing elsewhere")
     check_baseline_flags(p, args)
     if len(ways) == 2 and not args.layers.startswith("paper"):
         p.error("--layers already says how many; drop --n-prune")
@@ -149,7 +152,7 @@ class Needed:
 
     def __init__(self, args, session):
         self.args, self.session = args, session
-        self.rounds = ()  # of sleb, for the largest n so far
+        self.rounds = []  # of sleb, for the largest n so far
 
     @cached_property
     def stats(self):
@@ -232,7 +235,7 @@ def search(args, decoder, recipe, needed, legal):
         if differing:
             print(f"{path}: made with another {differing}; starting anew")
         else:
-            rounds = checked_rounds(found["rounds"], decoder.num_layers, path)
+            rounds = checked_rounds(found["rounds"], decoder.num_layers, legal, path)
             print(f"{path}: goes on behind {len(rounds)} removed layers")
     return greedy(decoder, needed.windows.ids, n_prune, *legal, args.batch_size, rounds,
                   lambda rounds: write_json(path, "progress", {"recipe": recipe, "rounds": rounds}))
@@ -240,15 +243,24 @@ def search(args, decoder, recipe, needed, legal):
 
 def rounds_of(selection):
     """The rounds of a search from its Selection."""
-    return [{"layer": layer, "scores": [row for row in selection.scores if row["round"] == number]}
+    return [{"layer": layer, "scores": [row for row in selection.scores if row.get("round") == number]}
             for number, layer in enumerate(selection.order, 1)]
 
 
-def checked_rounds(rounds, num_layers, path):
-    """Finished rounds of a search as a progress file has them. Raises UserError when they are damaged."""
-    layers = [done.get("layer") for done in rounds if isinstance(done, dict) and isinstance(done.get("scores"), list)]
-    if len(layers) < len(rounds) or not set(layers) <= set(range(num_layers)) or len(set(layers)) < len(layers):
-        raise UserError(f"{path}: its rounds are damaged; delete it, or --force starts anew")
+def checked_rounds(rounds, num_layers, legal, path):
+    """Finished rounds of a search, if each removed its best candidate. Raises UserError when they are damaged."""
+    removed, (first, last) = [], legal
+    try:
+        for done in rounds:
+            alive = [layer for layer in range(num_layers) if layer not in removed]
+            candidates = alive[first:len(alive) - last]
+            losses = {row["layer"]: row["score"] for row in done["scores"] if row["complete"]}
+            fits = sorted(row["layer"] for row in done["scores"]) == candidates
+            if not fits or done["layer"] != min(losses, key=lambda layer: (losses[layer], layer)):
+                raise ValueError
+            removed.append(done["layer"])
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"{path}: its rounds are damaged; delete it, or --force starts anew") from None
     return rounds
 
 
@@ -266,13 +278,20 @@ def summary(selection, metric):
 def main():
     args = arguments()
     args.out = args.out or default_folder(args.model) / "selection.json"
-    args.stats = args.stats or Path(str(args.out).replace("{n}", "n")).with_name("stats.safetensors")
+    fixed = Path(*itertools.takewhile(lambda part: "{n}" not in part, args.out.parts[:-1]))  # without {n}
+    args.stats = args.stats or fixed / "stats.safetensors"
     session = Session(args)
-    needed = Needed(args, session)
+    needed, calls = Needed(args, session), []
     for n_prune in sorted(args.n_prune or [None], key=lambda n: -(n or 0)):  # the largest first: others are parts of it
         each = argparse.Namespace(**{**vars(args), "n_prune": n_prune})
         each.out = Path(str(args.out).replace("{n}", str(n_prune)))
         cli.check_outputs(each, out=".json", stats=".safetensors")
+        if len(args.n_prune or ()) > 1:  # wrong input is found before anything is written
+            legal_range(args.metric, n_prune, session.source.shape[0], args.protect_first, args.protect_last)
+            if each.out.exists() and not args.force:
+                read_json(each.out, "selection")
+        calls.append(each)
+    for each in calls:
         prune(each, session, needed)
 
 
@@ -288,8 +307,10 @@ def prune(args, session, needed):
     stored = read_json(args.out, "selection") if reusable(args.out, "selection", recipe, args.force) else None
     costly = metric in METRICS and METRICS[metric].reads in ("windows", "weights")
     selection = Selection.stored(stored, args.out) if stored and costly else compute()
-    if metric == "sleb" and len(selection.order) > len(needed.rounds):
-        needed.rounds = rounds_of(selection)
+    if metric == "sleb" and selection.order:
+        legal = legal_range(metric, 0, session.source.shape[0], args.protect_first, args.protect_last)
+        rounds = checked_rounds(rounds_of(selection), session.source.shape[0], legal, args.out)
+        needed.rounds = max(needed.rounds, rounds, key=len)
     total, per_layer = session.parameters
     lists = layer_lists(len(per_layer), selection.removed)
     parameters = parameter_accounting(total, per_layer, selection.removed, session.source.shape[1])

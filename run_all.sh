@@ -10,6 +10,7 @@
 #
 # Interrupted and started again, it goes on from the artifacts in runs/<preset>/ and says which ones it reuses.
 set -euo pipefail
+CALLER=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 TARGETS="table7 table5 table8 table3 table2 table4 table9 table10 responses table11 table12 table13 table1 table14 table15
@@ -124,9 +125,12 @@ setup() {
 # A command is run once, however many targets need it. All wait in COMMANDS, so that one interpreter can load the libraries
 # for all of them (utils/launch.py); each is a command that can be typed by hand.
 run() {
-  local line
-  line=$(printf '%q ' "$@")
-  line=${line//\\\{n\\\}/{n\}}
+  local word line=
+  for word; do
+    [[ "$word" =~ ^[][A-Za-z0-9_./:=+,@%{}-]+$ ]] || word="'${word//\'/\'\\\'\'}'"
+    line+=" $word"
+  done
+  line=${line# }
   [[ "$COMMANDS" == *$'\n'"$line"$'\n'* ]] || COMMANDS+="$line"$'\n'
 }
 
@@ -452,26 +456,34 @@ storage() { overhead; }
 
 # ---------------------------------------------------------------------------------------------------------------------
 main() {
-  DRY_RUN='' TOLD='' COMMANDS=$'\n' NARROW=''
+  DRY_RUN='' ALL='' TOLD='' COMMANDS=$'\n' NARROW=''
   if [ "${1:-}" = --dry-run ]; then DRY_RUN=yes; shift; fi
   case "${1:-}" in
-    "" | -h | --help) usage; return ;;
+    "") usage; [ -z "$DRY_RUN" ] || exit 2; return ;;
+    -h | --help) usage; return ;;
     test) shift; setup; exec python -m pytest -q "$@" ;;
     -*) echo "error: $1 is no option; see 'bash run_all.sh'" >&2; exit 2 ;;
   esac
   PRESET=$1; shift
-  DIR="runs/$(basename "$PRESET" .gguf)"
-  [ $# -gt 0 ] && [ "$*" != all ] || set -- $TARGETS
+  # What the user named from another folder; runs/NAME without characters that a shell or a report would trip over.
+  [ ! -e "$CALLER/$PRESET" ] || PRESET=$(realpath "$CALLER/$PRESET")
+  [ -z "${LINEARPATCH_DATA:-}" ] || [ ! -e "$CALLER/$LINEARPATCH_DATA" ] || {
+    LINEARPATCH_DATA=$(realpath "$CALLER/$LINEARPATCH_DATA"); export LINEARPATCH_DATA; }
+  DIR=$(basename "$PRESET" .gguf)
+  DIR="runs/${DIR//[^A-Za-z0-9._-]/_}"
+  [[ " ${SIZE:-} " == "  " || "$SIZE" = small ]] || { echo "error: SIZE=$SIZE; the only other size is small" >&2; exit 2; }
   for target in "$@"; do
-    [[ " $(echo $TARGETS) " == *" $target "* ]] || {
+    [[ "$target" != *" "* && " $(echo $TARGETS) all " == *" $target "* ]] || {
       echo "error: $target is no target; there are: $(echo $TARGETS) all" >&2; exit 2; }
+    [ "$target" != all ] || ALL=yes
   done
+  [ $# -gt 0 ] && [ -z "$ALL" ] || set -- $TARGETS
   sizes "$PRESET"
   for target in "$@"; do "$target"; done
   evaluate
   run python -m utils.report "$DIR"
   if [ -n "$DRY_RUN" ]; then
-    sed -n 's/ *$//; s/^python/+ &/p' <<< "$COMMANDS"
+    sed -n 's/^python/+ &/p' <<< "$COMMANDS"
   else
     setup
     python -m utils.launch <<< "$COMMANDS"

@@ -233,3 +233,19 @@ def test_tasks_from_the_hub_come_out_of_its_cache_without_network(folders, tmp_p
     missing = call("boolq")
     assert missing.returncode == 2 and "Traceback" not in missing.stderr, missing.stderr
     assert "--data-dir" in missing.stderr and (tmp_path / "qa.json").read_bytes() == before
+
+
+def test_rows_of_another_tokenizer_are_not_reused(script, folders, tmp_path):
+    import shutil
+    path = task_file(tmp_path, rows_of(6))
+    other = tmp_path / "other"
+    shutil.copytree(folders("llama"), other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    names = list(tokenizer["model"]["vocab"])
+    words = [name for name in names if name.startswith("w")]
+    tokenizer["model"]["vocab"].update({a: tokenizer["model"]["vocab"][b] for a, b in zip(words, words[::-1])})
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    command = ("--tasks", path, "--out", tmp_path / "qa.json")
+    assert script("eval_qa", "--model", folders("llama"), *command)[0] == 0
+    code, out, err = script("eval_qa", "--model", other, *command)
+    assert code == 0 and "reused" not in out, err

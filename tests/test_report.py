@@ -124,7 +124,7 @@ def papers_own_run(folder, model, table, changes=()):
             if dataset in paper.PERPLEXITY:
                 value = dict(changes).get((name, dataset), value)
                 results.append({"variant": name, "dataset": dataset, "ppl": value, "ppl_ci95": [0.99 * value, 1.01 * value],
-                                "seq_len": 2048, "windows": 100, "corpus": {"windows_available": 100}, "removed": list(range(n)),
+                                "seq_len": 2048, "windows": 100, "corpus": {"windows_available": 100, "name": dataset}, "removed": list(range(n)),
                                 "scaling": None, "window_nll": [1.0, 2.0]})
     identity = {"label": model, "num_layers": 32, "hidden_size": 4096, "fingerprint": "0" * 64, "revision": None}
     folder = folder / model
@@ -171,6 +171,35 @@ def test_every_row_of_every_table_is_tied_to_the_papers_data():
 def test_missing_parts_give_a_partial_report(run_folder, gone):
     (run_folder / gone).unlink()
     assert write_report(run_folder).startswith("# ")
+
+
+def test_files_of_other_models_and_damaged_ones_never_mix_in(run_folder):
+    good, content = write_report(run_folder), json.loads((run_folder / "ppl.json").read_text())
+    wrong = [{**row, "ppl": 9.99, "ppl_ci95": [9.0, 10.0]} for row in content["results"]]
+    foreign = {**content, "model": {**content["model"], "fingerprint": "f" * 64}, "results": wrong}
+    (run_folder / "zzz.json").write_text(json.dumps(foreign))
+    assert "9.99" not in write_report(run_folder)
+    for damaged in (json.dumps({**content, "results": wrong}), "{", json.dumps(content)[:500],
+                    json.dumps(content).replace('"ppl": ', '"ppl": NaN, "was": ', 1)):
+        (run_folder / "zzz.json").write_text(damaged)
+        with pytest.raises(UserError):
+            write_report(run_folder)
+    (run_folder / "zzz.json").write_text("[1]")  # somebody else's file
+    assert write_report(run_folder).split("## Time")[0].count("|") == good.split("## Time")[0].count("|")
+    patch = run_folder / "n2" / "patch_hadamard.safetensors"
+    patch.write_bytes(patch.read_bytes()[:100])
+    with pytest.raises(UserError, match="patch_hadamard"):
+        write_report(run_folder)
+
+
+@pytest.mark.parametrize("field", ["removed", "ppl_ci95", "window_nll"])
+def test_a_row_without_a_field_is_one_line(run_folder, field):
+    content = json.loads((run_folder / "ppl.json").read_text())
+    for row in content["results"]:
+        row.pop(field)
+    (run_folder / "ppl.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=field):
+        write_report(run_folder)
 
 
 def test_an_empty_folder_has_no_report(tmp_path):
@@ -223,8 +252,13 @@ def test_a_crash_and_a_foreign_command_end_the_run(tmp_path):
     (tmp_path / "crash.py").write_text("raise ValueError('what')\n")
     done = launched(tmp_path, f"python {tmp_path}/crash.py")
     assert done.returncode == 1 and "ValueError: what" in done.stderr
-    done = launched(tmp_path, "rm -rf nothing")
-    assert done.returncode == 2 and "expected python SCRIPT" in done.stderr
+    for line, message in (("rm -rf nothing", "expected python SCRIPT"), ("python 'open", "No closing quotation"),
+                          ("python nosuch.py", "expected python SCRIPT")):
+        done = launched(tmp_path, line)
+        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+    (tmp_path / "killed.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    done = launched(tmp_path, f"python {tmp_path}/killed.py")
+    assert done.returncode == 137 and "signal 9" in done.stderr
 
 
 def test_the_papers_sizes_for_the_papers_models():

@@ -345,3 +345,53 @@ def test_a_killed_evaluation_goes_on_row_by_row(script, folders, tmp_path, monke
     assert script(*command, "--force")[0] == 0
     fresh = json.loads((tmp_path / "qa.json").read_text())
     assert resumed["results"] == fresh["results"] and resumed["summary"] == fresh["summary"]
+
+
+@pytest.mark.parametrize("change", [{"window_nll": [1.0]}, {"window_nll": "abc"}, {"variant": None}, {"ppl": "x"},
+                                    {"ppl": float("nan")}, {"dataset": [1]}])
+def test_damaged_rows_are_refused_and_stay(script, folders, tmp_path, text, change):
+    assert ppl(script, folders("llama"), tmp_path, text)[0] == 0
+    content = json.loads((tmp_path / "ppl.json").read_text())
+    content["results"][0].update(change)
+    (tmp_path / "ppl.json").write_text(json.dumps(content))
+    before = (tmp_path / "ppl.json").read_bytes()
+    code, _, err = ppl(script, folders("llama"), tmp_path, text, "--add")
+    assert code == 2 and "ppl.json" in err and "--force" in err and (tmp_path / "ppl.json").read_bytes() == before
+    assert ppl(script, folders("llama"), tmp_path, text, "--force")[0] == 0
+
+
+def test_several_n_are_checked_before_anything_is_written(script, folders, tmp_path):
+    for flags in (("--n-prune", 2, -1), ("--n-prune", 2, 6), ("--ratio", 0.2)):
+        code, _, err = script("prune", "--model", folders("llama"), "--metric", "last", *flags, "--out",
+                              tmp_path / "n{n}" / "selection.json")
+        assert code == 2 and err and not list(tmp_path.iterdir()), flags
+    (tmp_path / "n1.json").write_text("{")
+    code, _, err = script("prune", "--model", folders("llama"), "--metric", "last", "--n-prune", 2, 1, "--out",
+                          tmp_path / "n{n}.json")
+    assert code == 2 and "n1.json" in err and not (tmp_path / "n2.json").exists()
+
+
+def test_smaller_n_of_one_call_equal_calls_of_their_own(script, folders, tmp_path, text):
+    for metric in ("cosine", "shortgpt", "sleb", "taylor", "ppl", "mag", "random"):
+        common = ("--model", folders("llama"), "--metric", metric, "--calib-data", text, *CALIB)
+        code, _, err = script("prune", *common, "--n-prune", 1, 3, "--out", tmp_path / metric / "n{n}" / "selection.json")
+        assert code == 0, err
+        for n in (1, 3):
+            assert script("prune", *common, "--n-prune", n, "--out", tmp_path / "alone.json", "--force")[0] == 0
+            together, alone = (json.loads(path.read_text()) for path in (
+                tmp_path / metric / f"n{n}" / "selection.json", tmp_path / "alone.json"))
+            assert all(together[name] == alone[name] for name in ("removed", "order", "scores", "recipe")), (metric, n)
+        assert not list((tmp_path / metric).glob("nn")) and not list((tmp_path / metric).glob("**/*progress*"))
+
+
+def test_an_edited_search_is_refused(script, folders, tmp_path, text):
+    out = tmp_path / "{n}.json"
+    common = ("--model", folders("llama"), "--metric", "sleb", "--calib-data", text, *CALIB, "--out", out)
+    assert script("prune", *common, "--n-prune", 3)[0] == 0
+    stored = tmp_path / "3.json"
+    content = json.loads(stored.read_text())
+    for change in ({"order": content["order"][::-1]}, {"scores": []},
+                   {"scores": [{**row, "round": 9} for row in content["scores"]]}):
+        stored.write_text(json.dumps({**content, **change}))
+        code, _, err = script("prune", *common, "--n-prune", 3, 1)
+        assert code == 2 and "damaged" in err and not (tmp_path / "1.json").exists(), change

@@ -33,6 +33,11 @@ REQUIRED = {  # fields that readers rely on, with their types
 }
 VERSIONS = {"selection": 1, "stats": 1, "patch": 1, "ppl": 1, "qa": 1, "mmlu": 1, "overhead": 1, "checkpoint": 1,
             "teacher": 1, "progress": 1, "figure": 1}
+NUMBER = (int, float)
+ROW_FIELDS = {  # of the rows in results files
+    "ppl": {"variant": str, "dataset": str, "ppl": NUMBER}, "qa": {"variant": str, "task": str, "metric": str, "value": NUMBER},
+    "mmlu": {"variant": str, "subject": str, "accuracy": NUMBER},
+}
 HEADER = "linearpatch"  # key of the JSON inside a safetensors header
 
 
@@ -72,13 +77,23 @@ def write_json(path, kind, content):
 def read_json(path, kind):
     """Read an artifact of `kind`. Raises UserError naming the file and what is wrong with it."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except _NotFinite as error:
+        raise UserError(f"{path}: holds {error}, which is never a result; recompute it with --force") from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise UserError(f"{path}: not a JSON file; expected a {kind} written by this project") from None
     _check_format(content, path, kind)
     return content
+
+
+class _NotFinite(Exception):
+    pass
+
+
+def _refuse_constant(name):
+    raise _NotFinite(name)
 
 
 def write_tensors(path, kind, tensors, content):
@@ -135,6 +150,10 @@ def _check_format(content, path, kind):
                 raise UserError(f"{path}: field '{field}' is missing or no {wanted.__name__}")
         if not all(isinstance(row, dict) for row in content.get("results", ())):
             raise UserError(f"{path}: field 'results' is no list of rows")
+        for number, row in enumerate(content.get("results", ()), 1):
+            for field, wanted in ROW_FIELDS.get(kind, {}).items():
+                if not isinstance(row.get(field), wanted):
+                    raise UserError(f"{path}: row {number}: field '{field}' is missing or damaged; --force recomputes")
         return
     if isinstance(found, str) and found.startswith(f"linearpatch/{kind}@"):
         raise UserError(f"{path}: format {found} is unknown here; this version reads {_format(kind)}")

@@ -20,9 +20,15 @@ def main():
         __import__("utils.qa")
     for command in commands:
         print(f"+ {command}", flush=True)
-        code = in_fork(shlex.split(command))
+        try:
+            words = shlex.split(command)
+        except ValueError as error:
+            sys.exit(_wrong(command, str(error)))
+        code = in_fork(words)
+        if code < 0:
+            print(f"error: {words[1]} was ended by signal {-code}; memory may have run out", file=sys.stderr)
         if code:
-            sys.exit(code)
+            sys.exit(code if code > 0 else 128 - code)
 
 
 def in_fork(words):
@@ -37,10 +43,15 @@ def in_fork(words):
             continue
 
 
+def _wrong(command, reason):
+    print(f"error: {command}: {reason}", file=sys.stderr)
+    return 2
+
+
 def _run(words):
-    if words[0] != "python" or len(words) < 2:
-        print(f"error: {shlex.join(words)}: expected python SCRIPT or python -m MODULE", file=sys.stderr)
-        return 2
+    script = words[1] if len(words) > 1 else ""
+    if words[0] != "python" or (script == "-m" and len(words) < 3) or not (script == "-m" or os.path.isfile(script)):
+        return _wrong(shlex.join(words), "expected python SCRIPT or python -m MODULE")
     sys.stdin = open(os.devnull)
     try:
         if words[1] == "-m":

@@ -43,6 +43,8 @@ def main():
     variant = session.read_patch(args.patch)
     if not all(isinstance(patch, LinearPatch) for patch in variant.patches.values()):
         raise UserError(f"--patch {args.patch}: holds a replacement network; give a patch")
+    if args.decode >= (session.source.positions[1] or 2048):
+        raise UserError(f"--decode {args.decode}: {session.source.label} has {session.source.positions[1]} positions")
     cuda = session.device.type == "cuda"
     tokens, repeats = args.tokens or (16 * 2048 if cuda else 256), args.repeats or (100 if cuda else 10)
     recipe = {"model": session.source.identity(), "variant": variant.digest(), "tokens": tokens, "repeats": repeats,

@@ -13,9 +13,10 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from utils import cli, paper
-from utils.artifacts import atomic_path, read_header, read_json
+from utils.artifacts import HEADER, atomic_path, read_header, read_json
 from utils.corpora import describe
 from utils.errors import UserError
 from utils.perplexity import summarise
@@ -40,6 +41,7 @@ class Run:
     def __init__(self, folder):
         self.folder = Path(folder)
         self.preset = self.folder.resolve().name
+        self._rows = {}
 
     @cached_property
     def selections(self):
@@ -63,8 +65,30 @@ class Run:
                     found[kind].append(read_json(path, kind))
         return found
 
+    @cached_property
+    def model(self):
+        """Identity of the model that the directory is about: that of its selections, patches or evaluations."""
+        holders = [s for _, s in self.selections] + [h for _, h in self.patches]
+        holders += [content for kind in ("ppl", "qa", "mmlu") for content in self.evaluations[kind]]
+        if not holders:
+            raise UserError(f"{self.folder}: holds no artifacts; run 'bash run_all.sh {self.preset}' first")
+        return holders[0]["model"]
+
     def rows(self, kind):
-        return [row for content in self.evaluations[kind] for row in content["results"]]
+        """Rows of all evaluation files of a kind. Of another model only llm-pruner's, which is a model of its own."""
+        if kind not in self._rows:
+            found = {}
+            for content in self.evaluations[kind]:
+                own = content["model"].get("fingerprint") == self.model["fingerprint"]
+                for row in content["results"]:
+                    if own or row["variant"].startswith("llm-pruner-n"):
+                        place = row["variant"], *(row.get(name) for name in ("dataset", "task", "subject"))
+                        if place in found and found[place] != row:
+                            raise UserError(f"{self.folder}: two result files have different rows for {row['variant']}; "
+                                            "remove one of them")
+                        found[place] = row
+            self._rows[kind] = list(found.values())
+        return self._rows[kind]
 
     @cached_property
     def figures(self):
@@ -96,25 +120,23 @@ def _is(path, kind):
 
 
 def _content(path):
-    """The JSON of an artifact of this project, or None for any other file."""
+    """The JSON of an artifact of this project, or None for any other file. Raises UserError on a damaged one."""
     try:
-        if path.suffix == ".json":
-            content = json.loads(path.read_text(encoding="utf-8"))
-        else:
-            content = _any_header(path)
-    except (ValueError, OSError):
-        return None
+        content = json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else _any_header(path)
+    except (ValueError, OSError, RecursionError):
+        raise UserError(f"{path}: cannot be read; remove it, or run what wrote it again") from None
     fits = isinstance(content, dict) and str(content.get("format", "")).startswith("linearpatch/")
     return content if fits else None
 
 
 def _any_header(path):
-    for kind in ("stats", "patch"):
-        try:
-            return read_header(path, kind)
-        except UserError:
-            continue
-    return None
+    """The header of a statistics or patch file, or None for another safetensors file."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            text = (file.metadata() or {}).get(HEADER)
+    except SafetensorError as error:
+        raise ValueError(str(error)) from None
+    return None if text is None else json.loads(text)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -178,7 +200,7 @@ def _qa_cells(run, variant):
             found[row["task"]] = Cell(value, stderr and (value - 196 * stderr, value + 196 * stderr), reason)
     for content in run.evaluations["qa"]:
         for entry in content["summary"]:
-            if entry["variant"] == variant:
+            if entry["variant"] == variant and all(task in found for task in entry["tasks"]):
                 parts = [found[task] for task in entry["tasks"]]
                 reason = next((part.reason for part in parts if part.reason), None)
                 reason = reason or (None if set(entry["tasks"]) == set(paper.QUESTIONS) else "other tasks")
@@ -279,7 +301,7 @@ def three_numbers(run):
 
 def _paired(row, reference):
     """Ratio of perplexities on the same windows with its interval, as text; '-' for an unpatched model itself."""
-    if row["scaling"] == "vanilla" or len(row["window_nll"]) != len(reference["window_nll"]):
+    if row["scaling"] == "vanilla" or row["corpus"] != reference["corpus"]:
         return "-"
     summary = summarise(*(torch.tensor(r["window_nll"], dtype=torch.float64) for r in (row, reference)))
     return with_interval(summary["ratio_to_reference"], summary["ratio_ci95"], 3)
@@ -520,8 +542,9 @@ def section_protocol(run):
     for content in run.evaluations["mmlu"][:1]:
         lines.append(f"MMLU: five examples, answer tokens {content['answer_tokens']['convention']} "
                      f"{content['answer_tokens']['ids']}.")
-    for content in run.evaluations["ppl"][:1]:
-        lines.append(f"Model computed in {content['protocol']['dtype']}; statistics and patches in float32 or better.")
+    dtypes = sorted({row["dtype"] for kind in ("ppl", "qa", "mmlu") for row in run.rows(kind) if "dtype" in row})
+    if dtypes:
+        lines.append(f"Model computed in {' and '.join(dtypes)}; statistics and patches in float32 or better.")
     headers = [header for _, header in run.patches]
     lines += sorted({f"Rotation: {h['rotation']['construction']}." for h in headers if "rotation" in h})
     lines += sorted({f"Estimator of d: {h['estimator']}." for h in headers if h.get("estimator")})
@@ -532,13 +555,10 @@ def section_protocol(run):
 
 def blocks_of(run):
     """All blocks of the report. Raises UserError when the run directory holds nothing."""
-    holders = [s for _, s in run.selections] + [h for _, h in run.patches]
-    holders += [content for kind in ("ppl", "qa", "mmlu") for content in run.evaluations[kind]]
-    if not holders:
-        raise UserError(f"{run.folder}: holds no artifacts; run 'bash run_all.sh {run.preset}' first")
+    model = run.model
     dense, off = section_dense(run)
     blocks = [Heading(1, f"{run.preset}: layer pruning with and without LinearPatch"),
-              *section_summary(run, holders[0]["model"]), *dense]
+              *section_summary(run, model), *dense]
     if off:
         blocks.append(Text(f"The dense model is off in {', '.join(off)}: check data, tokenizer and dtype before reading on.",
                            note=True))
@@ -560,7 +580,11 @@ def blocks_of(run):
 def write_report(folder):
     """Write report.md and report.html of a run directory; returns the Markdown text. Raises UserError when it is empty."""
     run = Run(folder)
-    blocks = blocks_of(run)
+    try:
+        blocks = blocks_of(run)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise UserError(f"{run.folder}: an artifact lacks a field or has a damaged one ({type(error).__name__}: {error});\n"
+                        "run what wrote it again with --force") from None
     text = markdown(blocks, run.folder)
     for name, content in (("report.md", text), ("report.html", html_page(blocks[0].text, blocks))):
         with atomic_path(run.folder / name) as temporary:

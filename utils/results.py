@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from utils.artifacts import read_json, sha256_json
+from utils.errors import UserError
 
 
 class EarlierRows:
@@ -15,7 +16,12 @@ class EarlierRows:
 
     def __init__(self, path, kind, data, source, force=False, add=False):
         content = read_json(path, kind) if Path(path).exists() and not force else {"results": []}
-        self.rows = [row for row in content["results"] if "key" in row and data in row]
+        self.rows = [row for row in content["results"] if isinstance(row.get("key"), str)]
+        for row in self.rows:
+            losses = row.get("window_nll")
+            if kind == "ppl" and not (isinstance(losses, list) and len(losses) == row.get("windows") and "ppl_ci95" in row
+                                      and all(isinstance(loss, float) for loss in losses)):
+                raise UserError(f"{path}: the losses of {row['variant']} on {row[data]} are damaged; --force recomputes")
         self.by_key = {row["key"]: row for row in self.rows}  # one of those that compute the same
         self.data = data
         self.add = add and content.get("model", {}).get("fingerprint") == source.fingerprint
