@@ -8,7 +8,6 @@ import argparse
 import itertools
 import json
 from functools import cached_property
-from importlib import resources
 from pathlib import Path
 
 from utils import cli
@@ -16,6 +15,7 @@ from utils.artifacts import read_json, recipe_difference, reusable, sha256_json,
 from utils.errors import UserError
 from utils.merging import FLAGS as LACO_FLAGS
 from utils.merging import Laco, add_flags
+from utils.paper import paper
 from utils.patch import layer_lists
 from utils.perplexity import perplexity
 from utils.removal import greedy, removal_losses
@@ -133,7 +133,7 @@ def made_from(folder, fingerprint):
 
 def paper_layers(model, method, n_prune):
     """Removed layers of table 7 for a preset. Raises UserError listing what there is."""
-    table = json.loads((resources.files("utils") / "paper_results.json").read_text())["selections"]
+    table = paper()["selections"]
     rows = [row for row in table if row["model"] == model]
     if not rows:
         raise UserError(f"--layers paper: table 7 has no row for {model}; it has "
