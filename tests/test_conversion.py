@@ -7,7 +7,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM

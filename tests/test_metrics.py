@@ -227,7 +227,7 @@ def test_taylor_does_not_depend_on_the_order_of_windows():
 def test_taylor_follows_the_scale_of_the_loss(monkeypatch):
     plain = taylor_scores(Decoder(tiny()), WINDOWS, progress=False)
     real = torch.nn.functional.cross_entropy
-    monkeypatch.setattr("utils.taylor.nn.functional.cross_entropy", lambda *a, **k: 8 * real(*a, **k))
+    monkeypatch.setattr("utils.gradients.nn.functional.cross_entropy", lambda *a, **k: 8 * real(*a, **k))
     assert taylor_scores(Decoder(tiny()), WINDOWS, progress=False) == pytest.approx([8 * s for s in plain], rel=1e-6)
 
 
@@ -262,7 +262,7 @@ def test_taylor_keeps_one_layer_of_gradients(monkeypatch):
             alive.append(sum(ref() is not None and ref().ndim == 2 for ref in made))
         return run(batch, index, hidden)
 
-    monkeypatch.setattr("utils.taylor.torch.zeros_like", tracked)
+    monkeypatch.setattr("utils.gradients.torch.zeros_like", tracked)
     monkeypatch.setattr(decoder, "layer", counting)
     taylor_scores(decoder, WINDOWS, 5, progress=False)
     assert alive == [7] * 6  # the matrices of one layer

@@ -8,11 +8,10 @@ import math
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
-from utils.activations import layer_states
+from utils import gradients
+from utils.decoder import Decoder
 from utils.errors import UserError, WorkError
-from utils.decoder import Decoder, first_tensor
 from utils.patch import layer_lists
 from utils.selection import n_for_ratio
 from utils.surgery import base_class, importable, own_model, save_folder
@@ -80,33 +79,18 @@ def importance(decoder, ids, first, last, batch_size=1):
     """Taylor importance of the groups of layers first..last-1: [(head groups float64 [G], channels float64 [I])].
 
     L is the mean loss of all next tokens of ids, int64 [N, T]; the gradient of the whole text is taken before the
-    absolute value. Layer by layer from the last one down, so weight gradients (float32) exist for one layer at a time.
-    Extra memory: X^(l) of all windows. Raises WorkError on non-finite gradients.
+    absolute value. Memory as in gradients.for_each_layer. Raises WorkError on non-finite gradients.
     """
-    batches = layer_states(decoder, ids, batch_size, range(first, decoder.num_layers + 1))
-    targets = [part[:, 1:].to(decoder.device) for part in ids.split(batch_size)]
-    count = ids.shape[0] * (ids.shape[1] - 1)
-    slopes = []  # dL/dX of every batch times the number of targets: a mean's gradient may underflow in float16
-    for (_, states), goal in zip(batches, targets):
-        hidden = states.pop(decoder.num_layers).detach().requires_grad_()
-        with torch.enable_grad():
-            slopes.append(torch.autograd.grad(decoder.token_nll(hidden, goal).sum(), hidden)[0])
-    scores = []
-    for index in reversed(range(first, decoder.num_layers)):
-        weights = coupled(decoder.layers[index]) if index < last else {}
-        totals = {name: torch.zeros_like(weight, dtype=torch.float32) for name, weight in weights.items()}
-        for position, (batch, states) in enumerate(batches):
-            leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
-            hidden = states.pop(index).detach().requires_grad_()
-            with torch.enable_grad():
-                output = first_tensor(functional_call(decoder.layers[index], leaves, (hidden,), batch.kwargs[index]))
-            slopes[position], *slopes_of_weights = torch.autograd.grad(
-                output, [hidden, *leaves.values()], slopes[position])
-            for total, slope in zip(totals.values(), slopes_of_weights):
-                total += slope
-        if weights:
-            scores.append(_group_scores(decoder, index, weights, totals, count))
-    return scores[::-1]
+    count, scores = ids[:, 1:].numel(), {}
+
+    def weights_of(index):
+        return coupled(decoder.layers[index]) if index < last else {}
+
+    def score(index, found):
+        scores[index] = _group_scores(decoder, index, weights_of(index), found, count)
+
+    gradients.for_each_layer(decoder, ids, weights_of, score, batch_size, first, label="llm-pruner")
+    return [scores[index] for index in range(first, last)]
 
 
 def _group_scores(decoder, index, weights, slopes, count):
@@ -114,7 +98,7 @@ def _group_scores(decoder, index, weights, slopes, count):
     heads, channels = torch.zeros(widths["kv_heads"]).double(), torch.zeros(widths["channels"]).double()
     for name, weight in weights.items():
         groups = groups_of(name, widths)
-        product = (weight.float() * slopes[name] / count).abs()
+        product = slopes[name].mul_(weight.detach()).div_(count).abs_()
         score = grouped(name, product, groups).flatten(1).sum(1)
         (heads if name.startswith("self_attn") else channels).add_(score.cpu())
     if not (torch.isfinite(heads).all() and torch.isfinite(channels).all()):
