@@ -16,10 +16,11 @@ from utils import paper
 from utils.artifacts import write_json
 from utils.errors import UserError
 from utils.render import Table, Text, html_page, markdown
-from utils.report import Cell, verdict, write_report
+from utils.report import write_report
+from utils.verdicts import Cell, verdict
 
-TARGETS = ["", *(f"table{number}" for number in range(1, 17) if number != 6), "metrics", "fig1", "fig2", "fig4", "overhead",
-           "storage", "responses"]
+TARGETS = ["", *(f"table{number}" for number in range(1, 17) if number != 6), "metrics", "fig1", "fig2", "fig4",
+           "overhead", "storage", "responses"]
 PRESETS = ["smollm2-135m", "llama2-7b", "llama2-13b", "llama3-8b", "baichuan2-7b", "deepseek-r1-qwen-7b",
            "deepseek-r1-llama-8b"]
 
@@ -33,9 +34,11 @@ def run_folder(script, folders, tmp_path, text):
         calibrate(script, folder, n2, text, "--scaling", scaling, "--stats", tmp_path / "stats.safetensors",
                   "--sigma-windows", 2, name=f"patch_{scaling}.safetensors")
     ppl(script, folder, tmp_path, text, "--selection", f"vanilla-n2={n2}/selection.json", "--patch",
-        f"d-n2={n2}/patch_diagonal.safetensors", f"P-n2={n2}/patch_hadamard.safetensors", f"own={n2}/patch_hadamard.safetensors")
-    code, _, err = script("distill", "--model", folder, "--patch", n2 / "patch_hadamard.safetensors", "--train-data", text,
-                          "--train-samples", 2, "--val-samples", 1, "--seq-len", 32, "--out", n2 / "ft.safetensors")
+        f"d-n2={n2}/patch_diagonal.safetensors", f"P-n2={n2}/patch_hadamard.safetensors",
+        f"own={n2}/patch_hadamard.safetensors")
+    code, _, err = script("distill", "--model", folder, "--patch", n2 / "patch_hadamard.safetensors",
+                          "--train-data", text, "--train-samples", 2, "--val-samples", 1, "--seq-len", 32,
+                          "--out", n2 / "ft.safetensors")
     assert code == 0, err
     return tmp_path
 
@@ -44,7 +47,8 @@ def test_the_report_has_its_tables(run_folder):
     report = write_report(run_folder)
     assert report == (run_folder / "report.md").read_text()
     assert "| 2 | cosine, 1.0000 | [2, 4) |" in report
-    dense = next(row for row in json.loads((run_folder / "ppl.json").read_text())["results"] if row["variant"] == "dense")
+    results = json.loads((run_folder / "ppl.json").read_text())["results"]
+    dense = next(row for row in results if row["variant"] == "dense")
     low, high = dense["ppl_ci95"]
     assert f"| 0 | dense | {dense['ppl']:.2f} [{low:.2f}, {high:.2f}] | - |" in report
     for label in ("+d", "+P"):  # the removed layers do nothing, so the patch changes nothing
@@ -85,7 +89,8 @@ def test_the_page_is_well_formed_needs_no_other_file_and_says_the_same(run_folde
     assert "![" in text and "(figures/figure_1a.png)" in text
     page = Page((run_folder / "report.html").read_text())
     assert page.open == [] and [load[:22] for load in page.loads] == ["data:image/png;base64,"]
-    cells = [cell.strip() for line in text.splitlines() if line.startswith("| ") for cell in line.strip("| ").split(" | ")]
+    cells = [cell.strip() for line in text.splitlines() if line.startswith("| ")
+             for cell in line.strip("| ").split(" | ")]
     assert [cell for cell in page.cells if cell] == [cell for cell in cells if cell.strip("|")]
 
 
@@ -123,8 +128,9 @@ def papers_own_run(folder, model, table, changes=()):
         for dataset, value in (paper.find(table, model, n, row) or {}).items():
             if dataset in paper.PERPLEXITY:
                 value = dict(changes).get((name, dataset), value)
-                results.append({"variant": name, "dataset": dataset, "ppl": value, "ppl_ci95": [0.99 * value, 1.01 * value],
-                                "seq_len": 2048, "windows": 100, "corpus": {"windows_available": 100, "name": dataset}, "removed": list(range(n)),
+                results.append({"variant": name, "dataset": dataset, "ppl": value,
+                                "ppl_ci95": [0.99 * value, 1.01 * value], "seq_len": 2048, "windows": 100,
+                                "corpus": {"windows_available": 100, "name": dataset}, "removed": list(range(n)),
                                 "scaling": None, "window_nll": [1.0, 2.0]})
     identity = {"label": model, "num_layers": 32, "hidden_size": 4096, "fingerprint": "0" * 64, "revision": None}
     folder = folder / model
@@ -167,7 +173,8 @@ def test_every_row_of_every_table_is_tied_to_the_papers_data():
     assert left == []
 
 
-@pytest.mark.parametrize("gone", ["ppl.json", "n2/selection.json", "n2/patch_diagonal.safetensors", "stats.safetensors"])
+@pytest.mark.parametrize("gone", ["ppl.json", "n2/selection.json", "n2/patch_diagonal.safetensors",
+                                  "stats.safetensors"])
 def test_missing_parts_give_a_partial_report(run_folder, gone):
     (run_folder / gone).unlink()
     assert write_report(run_folder).startswith("# ")
@@ -232,14 +239,14 @@ def test_every_command_of_every_target_names_existing_scripts_and_flags(preset, 
 
 
 def launched(tmp_path, *lines):
-    return subprocess.run([sys.executable, "-m", "utils.launch"], input="\n".join(lines), capture_output=True, text=True,
-                          cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    return subprocess.run([sys.executable, "-m", "utils.launch"], input="\n".join(lines), capture_output=True,
+                          text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
 def test_commands_run_in_forks_until_one_fails(tmp_path):
     good, bad, after = (tmp_path / f"{name}.py" for name in ("a good one", "bad", "after"))
-    good.write_text("import sys, os\nprint('arguments', sys.argv[1:], os.getppid())\nimport torch\ntorch.manual_seed(1)\n"
-                    "sys.marker = 1\n")
+    good.write_text("import sys, os\nprint('arguments', sys.argv[1:], os.getppid())\nimport torch\n"
+                    "torch.manual_seed(1)\nsys.marker = 1\n")
     bad.write_text("import sys\nprint('marked', hasattr(sys, 'marker'))\nsys.exit(2)\n")
     after.write_text("print('never')\n")
     done = launched(tmp_path, f"python {shlex.quote(str(good))} x\\ y 'z  z'", f"python {bad}", f"python {after}")

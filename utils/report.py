@@ -5,22 +5,19 @@ paper's, their difference and a verdict. What has not been run is left out.
 """
 
 import argparse
-import json
-import math
 import re
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from utils import cli, paper
-from utils.artifacts import HEADER, atomic_path, read_header, read_json
+from utils.artifacts import atomic_path
 from utils.corpora import describe
 from utils.errors import UserError
 from utils.perplexity import summarise
 from utils.render import Figure, Heading, Items, Table, Text, html_page, markdown
+from utils.run_folder import Run
+from utils.verdicts import cells, number, verdict, with_interval
 
 MAIN = {"dense": "dense", "vanilla": "vanilla", "d": "+d", "P": "+P", "FT": "+FT"}  # of the block chosen by cosine
 CAPTIONS = {
@@ -33,214 +30,6 @@ CAPTIONS = {
     "d": "The scale vector d with its standard error.",
     "metrics": "Selection metrics: perplexity of the pruned model, alone and with LinearPatch.",
 }
-
-
-class Run:
-    """What a run directory holds, read when asked for."""
-
-    def __init__(self, folder):
-        self.folder = Path(folder)
-        self.preset = self.folder.resolve().name
-        self._rows = {}
-
-    @cached_property
-    def selections(self):
-        """[(path, selection)], fewest layers first."""
-        found = [(path, read_json(path, "selection")) for path in sorted(self.folder.glob("n*/**/selection.json"))]
-        return sorted(found, key=lambda entry: entry[1]["n_prune"])
-
-    @cached_property
-    def patches(self):
-        """[(path, header)] of the final patch files."""
-        return [(path, read_header(path, "patch")) for path in sorted(self.folder.glob("n*/**/*.safetensors"))
-                if not path.name.endswith((".checkpoint.safetensors", ".last.safetensors")) and _is(path, "patch")]
-
-    @cached_property
-    def evaluations(self):
-        """{kind: [content, ...]} of the evaluation files in the directory itself."""
-        found = {kind: [] for kind in ("ppl", "qa", "mmlu", "overhead")}
-        for path in sorted(self.folder.glob("*.json")):
-            for kind in found:
-                if _is(path, kind):
-                    found[kind].append(read_json(path, kind))
-        return found
-
-    @cached_property
-    def model(self):
-        """Identity of the model that the directory is about: that of its selections, patches or evaluations."""
-        holders = [s for _, s in self.selections] + [h for _, h in self.patches]
-        holders += [content for kind in ("ppl", "qa", "mmlu") for content in self.evaluations[kind]]
-        if not holders:
-            raise UserError(f"{self.folder}: holds no artifacts; run 'bash run_all.sh {self.preset}' first")
-        return holders[0]["model"]
-
-    def rows(self, kind):
-        """Rows of all evaluation files of a kind. Of another model only llm-pruner's, which is a model of its own."""
-        if kind not in self._rows:
-            found = {}
-            for content in self.evaluations[kind]:
-                own = content["model"].get("fingerprint") == self.model["fingerprint"]
-                for row in content["results"]:
-                    if own or row["variant"].startswith("llm-pruner-n"):
-                        place = row["variant"], *(row.get(name) for name in ("dataset", "task", "subject"))
-                        if place in found and found[place] != row:
-                            raise UserError(f"{self.folder}: two result files have different rows for {row['variant']}; "
-                                            "remove one of them")
-                        found[place] = row
-            self._rows[kind] = list(found.values())
-        return self._rows[kind]
-
-    @cached_property
-    def figures(self):
-        return {path.stem.removeprefix("figure_"): path for path in sorted(self.folder.glob("figures/figure_*.png"))}
-
-    @cached_property
-    def artifacts(self):
-        """[(path, content or header)] of everything with a provenance, oldest first."""
-        paths = [*self.folder.glob("*"), *self.folder.glob("n*/**/*")]
-        paths = [p for p in paths if p.suffix in (".json", ".safetensors")
-                 and not p.name.endswith((".last.safetensors", ".checkpoint.safetensors"))]
-        found = [(path, _content(path)) for path in sorted(paths, key=lambda p: (p.stat().st_mtime, p))]
-        return [(path, content) for path, content in found if content and "provenance" in content]
-
-    @cached_property
-    def in_paper(self):
-        return paper.has_model(self.preset)
-
-    @cached_property
-    def variants(self):
-        """Names of all evaluated variants."""
-        rows = self.rows("ppl") + self.rows("qa") + self.rows("mmlu")
-        return list(dict.fromkeys(row["variant"] for row in rows))
-
-
-def _is(path, kind):
-    content = _content(path)
-    return content is not None and str(content.get("format", "")).startswith(f"linearpatch/{kind}@")
-
-
-def _content(path):
-    """The JSON of an artifact of this project, or None for any other file. Raises UserError on a damaged one."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else _any_header(path)
-    except (ValueError, OSError, RecursionError):
-        raise UserError(f"{path}: cannot be read; remove it, or run what wrote it again") from None
-    fits = isinstance(content, dict) and str(content.get("format", "")).startswith("linearpatch/")
-    return content if fits else None
-
-
-def _any_header(path):
-    """The header of a statistics or patch file, or None for another safetensors file."""
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            text = (file.metadata() or {}).get(HEADER)
-    except SafetensorError as error:
-        raise ValueError(str(error)) from None
-    return None if text is None else json.loads(text)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Our values as cells: a value, its 95 % interval, and why it cannot be held against the paper's.
-
-@dataclass(frozen=True)
-class Cell:
-    value: float
-    interval: tuple | None
-    reason: str | None
-
-    def __str__(self):
-        return with_interval(self.value, self.interval)
-
-
-def with_interval(value, interval, digits=2):
-    """'value [low, high]', or the value alone where there is no interval."""
-    text = number(value, digits)
-    return text if interval is None else f"{text} [{number(interval[0], digits)}, {number(interval[1], digits)}]"
-
-
-def number(value, digits=2):
-    """With so many decimals, or with an exponent where nobody would read them."""
-    return f"{value:.{digits}f}" if abs(value) < 1e5 else f"{value:.2e}"
-
-
-def cells(run, kind, variant):
-    """{column: Cell} of one variant: corpora, tasks or subject groups, under the paper's names, and their averages."""
-    return {"ppl": _perplexity_cells, "qa": _qa_cells, "mmlu": _mmlu_cells}[kind](run, variant)
-
-
-def _perplexity_cells(run, variant):
-    found = {}
-    for row in run.rows("ppl"):
-        if row["variant"] == variant:
-            found[row["dataset"]] = Cell(row["ppl"], row["ppl_ci95"], _perplexity_reason(row))
-    if found and all(name in found for name in paper.PERPLEXITY):
-        parts = [found[name] for name in paper.PERPLEXITY]
-        found["ppl_avg"] = Cell(sum(part.value for part in parts) / 3, None, next((p.reason for p in parts if p.reason), None))
-    return found
-
-
-def _perplexity_reason(row):
-    corpus = row["corpus"]
-    if row["dataset"] not in paper.PERPLEXITY:
-        return "other corpus"
-    if row["seq_len"] != 2048:
-        return f"windows of {row['seq_len']} tokens, not 2048"
-    if row["windows"] < corpus.get("windows_available", row["windows"]):
-        return f"first {row['windows']} of {corpus['windows_available']} windows"
-    return corpus.get("not_the_papers")
-
-
-def _qa_cells(run, variant):
-    found = {}
-    for row in run.rows("qa"):
-        if row["variant"] == variant:
-            stderr, whole = row[row["metric"] + "_stderr"], paper.QUESTIONS.get(row["task"])
-            reason = None if row["n"] == whole else f"{row['n']} of {whole} items" if whole else "other task"
-            value = 100 * row["value"]
-            found[row["task"]] = Cell(value, stderr and (value - 196 * stderr, value + 196 * stderr), reason)
-    for content in run.evaluations["qa"]:
-        for entry in content["summary"]:
-            if entry["variant"] == variant and all(task in found for task in entry["tasks"]):
-                parts = [found[task] for task in entry["tasks"]]
-                reason = next((part.reason for part in parts if part.reason), None)
-                reason = reason or (None if set(entry["tasks"]) == set(paper.QUESTIONS) else "other tasks")
-                half = math.sqrt(sum((p.interval[1] - p.value) ** 2 for p in parts if p.interval)) / len(parts)
-                average = 100 * entry["average"]
-                found["qa_avg"] = Cell(average, (average - half, average + half), reason)
-                if entry["retained_performance"] is not None:
-                    found["retained_performance"] = Cell(entry["retained_performance"], None, reason)
-    return found
-
-
-def _mmlu_cells(run, variant):
-    found = {}
-    for content in run.evaluations["mmlu"]:
-        for entry in content["summary"]:
-            if entry["variant"] != variant:
-                continue
-            reason = None if entry["n"] == 14042 else f"{entry['n']} of 14042 questions"
-            for column, name in paper.MMLU.items():
-                if name in entry:
-                    count = entry["n"] if name == "weighted_avg" else sum(
-                        row["n"] for row in content["results"] if row["variant"] == variant and row["category"] == name)
-                    half = 196 * math.sqrt(entry[name] * (1 - entry[name]) / max(count - 1, 1))
-                    found[column] = Cell(100 * entry[name], (100 * entry[name] - half, 100 * entry[name] + half), reason)
-    return found
-
-
-def verdict(ours, theirs, other_model):
-    """'agrees', 'differs: COLUMN ...' or 'not comparable: REASON' for the cells that both have."""
-    if other_model:
-        return "not comparable: other model"
-    shared = [name for name in ours if name in theirs]
-    reasons = list(dict.fromkeys(ours[name].reason for name in shared if ours[name].reason))
-    judged = [name for name in shared if ours[name].interval and not ours[name].reason]
-    differing = [name for name in judged if not ours[name].interval[0] <= theirs[name] <= ours[name].interval[1]]
-    if differing:
-        return "differs: " + ", ".join(differing)
-    if judged:
-        return "agrees"
-    return "not comparable: " + "; ".join(reasons) if reasons else "no value of the paper"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -261,13 +50,15 @@ def section_summary(run, model):
     total = sum(content["provenance"]["wall_seconds"] for _, content in run.artifacts)
     hardware = next((content["provenance"]["hardware"] for _, content in reversed(run.artifacts)
                      if "hardware" in content["provenance"]), None)
-    done = [kind for kind, word in (("ppl", "perplexity"), ("qa", "question answering"), ("mmlu", "MMLU")) if run.rows(kind)]
-    lines = [f"Model {model['label']}: {model['num_layers']} layers, hidden size {model['hidden_size']}, weights sha256 "
-             f"`{model['fingerprint'][:16]}`" + (f", revision `{model['revision']}`" if model["revision"] else "") + "."]
+    done = [kind for kind, word in (("ppl", "perplexity"), ("qa", "question answering"), ("mmlu", "MMLU"))
+            if run.rows(kind)]
+    revision = f", revision `{model['revision']}`" if model["revision"] else ""
+    lines = [f"Model {model['label']}: {model['num_layers']} layers, hidden size {model['hidden_size']}, weights "
+             f"sha256 `{model['fingerprint'][:16]}`{revision}."]
     if hardware:
         lines.append(f"Hardware: {hardware}.")
-    lines.append(f"Run: {len(run.selections)} selections, {len(run.patches)} patches, {len(run.variants)} variants evaluated "
-                 f"({', '.join(done) or 'none'}); {total / 60:.1f} minutes of computing in all.")
+    lines.append(f"Run: {len(run.selections)} selections, {len(run.patches)} patches, {len(run.variants)} variants "
+                 f"evaluated ({', '.join(done) or 'none'}); {total / 60:.1f} minutes of computing in all.")
     return [Heading(2, "Summary"), Items(tuple(lines)), *three_numbers(run)]
 
 
@@ -282,8 +73,9 @@ def three_numbers(run):
         for name, words in (("P", "with LinearPatch"), ("FT", "with LinearPatch fine-tuned")):
             row = rows.get(f"{name}-n{n}")
             if row and vanilla:
-                lines.append(f"{dataset}, {n} layers removed: perplexity {vanilla['ppl']:.2f} becomes {row['ppl']:.2f} {words}, "
-                             f"{_paired(row, vanilla)} of the unpatched one" + (f" (dense {dense['ppl']:.2f})." if dense else "."))
+                beside = f" (dense {dense['ppl']:.2f})" if dense else ""
+                lines.append(f"{dataset}, {n} layers removed: perplexity {vanilla['ppl']:.2f} becomes "
+                             f"{row['ppl']:.2f} {words}, {_paired(row, vanilla)} of the unpatched one{beside}.")
     retained = [(entry["variant"], entry["retained_performance"]) for content in run.evaluations["qa"]
                 for entry in content["summary"] if entry["retained_performance"] is not None]
     retained = [(name, value) for name, value in retained if split_name(name)[0] in ("vanilla", "P", "FT")]
@@ -313,7 +105,8 @@ def section_dense(run):
     for kind in ("ppl", "qa", "mmlu"):
         ours = cells(run, kind, "dense")
         theirs = {name: value for r in paper.paper()["results"] if r["n_pruned"] == 0
-                  and r["model"] == (run.preset if run.in_paper else paper.STAND_IN) for name, value in r["values"].items()}
+                  and r["model"] == (run.preset if run.in_paper else paper.STAND_IN)
+                  for name, value in r["values"].items()}
         for name, cell in ours.items():
             judged = verdict({name: cell}, theirs, not run.in_paper)
             off += [name] if judged.startswith("differs") else []
@@ -335,7 +128,8 @@ def section_layers(run):
     """Table 7: what every selection removed, beside the published indices."""
     rows = []
     for path, s in run.selections:
-        score = max((c["score"] for c in s["scores"] if "start" in c), default=None) if s["metric"] == "cosine" else None
+        score = (max((c["score"] for c in s["scores"] if "start" in c), default=None) if s["metric"] == "cosine"
+                 else None)
         method = f"{s['metric']}" + ("" if score is None else f", {score:.4f}")
         what = "none, but narrower ones" if "widths" in s else ", ".join(map(block, s["runs"])) or "none"
         n = s["n_prune"] or next((int(part[1:]) for part in path.parts[::-1] if re.fullmatch(r"n\d+", part)), 0)
@@ -382,12 +176,13 @@ def _perplexities(run, title, names):
         for n, label, variant in names:
             if variant in rows:
                 row, reference = rows[variant], vanilla.get(tuple(rows[variant]["removed"]))
-                body.append((len(row["removed"]) if n is None else n, label, with_interval(row["ppl"], row["ppl_ci95"]), _paired(row, reference) if reference else "-"))
+                body.append((len(row["removed"]) if n is None else n, label, with_interval(row["ppl"], row["ppl_ci95"]),
+                             _paired(row, reference) if reference else "-"))
         if body:
             blocks += [Heading(3, dataset), Table(("n", "variant", "perplexity", "of vanilla"), tuple(body))]
     return [Heading(2, title), Text(
-        "Intervals: 95 %, over windows; 'of vanilla' is the ratio of perplexities on the same windows (paired), below 1 "
-        "where the patch helps."), *blocks] if blocks else []
+        "Intervals: 95 %, over windows; 'of vanilla' is the ratio of perplexities on the same windows (paired), "
+        "below 1 where the patch helps."), *blocks] if blocks else []
 
 
 def section_table(run, table, off):
@@ -398,8 +193,8 @@ def section_table(run, table, off):
     for n in ns:
         depth = n if run.in_paper else min(paper.depths(table, paper.STAND_IN) or [n], key=lambda d: abs(d - n))
         for row in (paper.DENSE, *table.rows):
-            ours = {name: cell for kind in table.kinds
-                    for name, cell in cells(run, kind, row.variant if row is paper.DENSE else f"{row.variant}-n{n}").items()}
+            variant = row.variant if row is paper.DENSE else f"{row.variant}-n{n}"
+            ours = {name: cell for kind in table.kinds for name, cell in cells(run, kind, variant).items()}
             if not ours or (row is paper.DENSE and n != ns[0]):
                 continue
             at = 0 if row is paper.DENSE else depth
@@ -408,7 +203,8 @@ def section_table(run, table, off):
             columns += [name for name in wanted if name not in columns]
             body.append((n if at else 0, row.label, ours, theirs, depth))
             if run.in_paper:
-                notes += [f"the paper prints {column} {printed:.2f} for {row.label}; the mean of its own columns is {mean:.2f}"
+                notes += [f"the paper prints {column} {printed:.2f} for {row.label}; "
+                          f"the mean of its own columns is {mean:.2f}"
                           for column, printed, mean in paper.misprints(table, run.preset, n, row)]
     if not body:
         return []
@@ -417,13 +213,15 @@ def section_table(run, table, off):
         rows.append((n, label, "ours", *(str(ours[c]) if c in ours else "-" for c in columns), ""))
         if any(c in theirs for c in columns):
             printed = [f"{theirs[c]:.2f}" if c in theirs else "-" for c in columns]
-            rows.append(("", "", paper_name(run, depth if n else None), *printed, "" if run.in_paper else verdict(ours, theirs, True)))
+            rows.append(("", "", paper_name(run, depth if n else None), *printed,
+                         "" if run.in_paper else verdict(ours, theirs, True)))
             if run.in_paper:
                 changes = [f"{ours[c].value - theirs[c]:+.2f}" if c in ours and c in theirs else "-" for c in columns]
                 rows.append(("", "", "difference", *changes, verdict(ours, theirs, False)))
     blocks = [Heading(2, f"{table.name}: {table.title}")]
     if off and run.in_paper:
-        blocks.append(Text(f"The dense model is off in {', '.join(off)} (see above), and so is what follows.", note=True))
+        blocks.append(Text(f"The dense model is off in {', '.join(off)} (see above), and so is what follows.",
+                           note=True))
     blocks.append(Table(("n", "method", "from", *columns, "verdict"), tuple(rows)))
     return blocks + ([Items(tuple(dict.fromkeys(notes)))] if notes else [])
 
@@ -495,7 +293,8 @@ def section_sigma(run):
     if not rows:
         return []
     return [Heading(2, "Spread of the scaling over tokens, eq. (4)"), Text(
-        "sigma_d has near-zero denominators and so heavy tails; the same of the logarithm of the ratio is its robust companion."),
+        "sigma_d has near-zero denominators and so heavy tails; the same of the logarithm of the ratio is its robust "
+        "companion."),
         Table(("n", "block", "sigma_d raw", "sigma_d rotated", "log raw", "log rotated", "windows"),
               tuple(rows[place] for place in sorted(rows)))]
 
@@ -548,8 +347,8 @@ def section_protocol(run):
     headers = [header for _, header in run.patches]
     lines += sorted({f"Rotation: {h['rotation']['construction']}." for h in headers if "rotation" in h})
     lines += sorted({f"Estimator of d: {h['estimator']}." for h in headers if h.get("estimator")})
-    lines.append("Verdicts: 'agrees' where the paper's value lies inside our 95 % interval; a cell measured on other text, "
-                 "fewer items or another model is not comparable.")
+    lines.append("Verdicts: 'agrees' where the paper's value lies inside our 95 % interval; a cell measured on other "
+                 "text, fewer items or another model is not comparable.")
     return [Heading(2, "Protocol"), Items(tuple(lines))]
 
 
@@ -560,8 +359,8 @@ def blocks_of(run):
     blocks = [Heading(1, f"{run.preset}: layer pruning with and without LinearPatch"),
               *section_summary(run, model), *dense]
     if off:
-        blocks.append(Text(f"The dense model is off in {', '.join(off)}: check data, tokenizer and dtype before reading on.",
-                           note=True))
+        blocks.append(Text(f"The dense model is off in {', '.join(off)}: check data, tokenizer and dtype before "
+                           "reading on.", note=True))
     blocks += [*section_layers(run), *section_main(run)]
     shown, seen = set(), {v for v in run.variants if split_name(v)[0] in MAIN and (split_name(v)[1] or v == "dense")}
     for table in paper.TABLES:
@@ -571,20 +370,22 @@ def blocks_of(run):
             seen |= {v for v in run.variants if split_name(v)[0] in {row.variant for row in table.rows}}
             blocks += part
     metrics = section_metrics(run)
-    seen |= {v for v in run.variants if metrics and split_name(v)[0].removesuffix("+P") in {s["metric"] for _, s in run.selections}}
+    seen |= {v for v in run.variants
+             if metrics and split_name(v)[0].removesuffix("+P") in {s["metric"] for _, s in run.selections}}
     seen |= {v for v in run.variants if split_name(v)[0] in ("random_start", "d_tuned") or v.startswith("P-from-")}
-    return [*blocks, *metrics, *section_responses(run), *section_rest(run, seen), *section_other_evaluations(run, shown),
-            *section_sigma(run), *section_figures(run), *section_overhead(run), *section_cost(run), *section_protocol(run)]
+    return [*blocks, *metrics, *section_responses(run), *section_rest(run, seen),
+            *section_other_evaluations(run, shown), *section_sigma(run), *section_figures(run),
+            *section_overhead(run), *section_cost(run), *section_protocol(run)]
 
 
 def write_report(folder):
-    """Write report.md and report.html of a run directory; returns the Markdown text. Raises UserError when it is empty."""
+    """Write report.md and report.html of a run folder; returns the Markdown text. Raises UserError when it is empty."""
     run = Run(folder)
     try:
         blocks = blocks_of(run)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise UserError(f"{run.folder}: an artifact lacks a field or has a damaged one ({type(error).__name__}: {error});\n"
-                        "run what wrote it again with --force") from None
+        raise UserError(f"{run.folder}: an artifact lacks a field or has a damaged one "
+                        f"({type(error).__name__}: {error});\nrun what wrote it again with --force") from None
     text = markdown(blocks, run.folder)
     for name, content in (("report.md", text), ("report.html", html_page(blocks[0].text, blocks))):
         with atomic_path(run.folder / name) as temporary:

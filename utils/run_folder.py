@@ -1,0 +1,118 @@
+"""The artifacts of one run directory, runs/<preset>: what reports read.
+
+Files of other kinds are passed over, damaged ones raise UserError with their path.
+"""
+
+import json
+from functools import cached_property
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from utils import paper
+from utils.artifacts import HEADER, read_header, read_json
+from utils.errors import UserError
+
+
+class Run:
+    """What a run directory holds, read when asked for."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.preset = self.folder.resolve().name
+        self._rows = {}
+
+    @cached_property
+    def selections(self):
+        """[(path, selection)], fewest layers first."""
+        found = [(path, read_json(path, "selection")) for path in sorted(self.folder.glob("n*/**/selection.json"))]
+        return sorted(found, key=lambda entry: entry[1]["n_prune"])
+
+    @cached_property
+    def patches(self):
+        """[(path, header)] of the final patch files."""
+        return [(path, read_header(path, "patch")) for path in sorted(self.folder.glob("n*/**/*.safetensors"))
+                if not path.name.endswith((".checkpoint.safetensors", ".last.safetensors")) and _is(path, "patch")]
+
+    @cached_property
+    def evaluations(self):
+        """{kind: [content, ...]} of the evaluation files in the directory itself."""
+        found = {kind: [] for kind in ("ppl", "qa", "mmlu", "overhead")}
+        for path in sorted(self.folder.glob("*.json")):
+            for kind in found:
+                if _is(path, kind):
+                    found[kind].append(read_json(path, kind))
+        return found
+
+    @cached_property
+    def model(self):
+        """Identity of the model that the directory is about: that of its selections, patches or evaluations."""
+        holders = [s for _, s in self.selections] + [h for _, h in self.patches]
+        holders += [content for kind in ("ppl", "qa", "mmlu") for content in self.evaluations[kind]]
+        if not holders:
+            raise UserError(f"{self.folder}: holds no artifacts; run 'bash run_all.sh {self.preset}' first")
+        return holders[0]["model"]
+
+    def rows(self, kind):
+        """Rows of all evaluation files of a kind. Of another model only llm-pruner's, which is a model of its own."""
+        if kind not in self._rows:
+            found = {}
+            for content in self.evaluations[kind]:
+                own = content["model"].get("fingerprint") == self.model["fingerprint"]
+                for row in content["results"]:
+                    if own or row["variant"].startswith("llm-pruner-n"):
+                        place = row["variant"], *(row.get(name) for name in ("dataset", "task", "subject"))
+                        if place in found and found[place] != row:
+                            raise UserError(f"{self.folder}: two result files have different rows for "
+                                            f"{row['variant']}; remove one of them")
+                        found[place] = row
+            self._rows[kind] = list(found.values())
+        return self._rows[kind]
+
+    @cached_property
+    def figures(self):
+        return {path.stem.removeprefix("figure_"): path for path in sorted(self.folder.glob("figures/figure_*.png"))}
+
+    @cached_property
+    def artifacts(self):
+        """[(path, content or header)] of everything with a provenance, oldest first."""
+        paths = [*self.folder.glob("*"), *self.folder.glob("n*/**/*")]
+        paths = [p for p in paths if p.suffix in (".json", ".safetensors")
+                 and not p.name.endswith((".last.safetensors", ".checkpoint.safetensors"))]
+        found = [(path, _content(path)) for path in sorted(paths, key=lambda p: (p.stat().st_mtime, p))]
+        return [(path, content) for path, content in found if content and "provenance" in content]
+
+    @cached_property
+    def in_paper(self):
+        return paper.has_model(self.preset)
+
+    @cached_property
+    def variants(self):
+        """Names of all evaluated variants."""
+        rows = self.rows("ppl") + self.rows("qa") + self.rows("mmlu")
+        return list(dict.fromkeys(row["variant"] for row in rows))
+
+
+def _is(path, kind):
+    content = _content(path)
+    return content is not None and str(content.get("format", "")).startswith(f"linearpatch/{kind}@")
+
+
+def _content(path):
+    """The JSON of an artifact of this project, or None for any other file. Raises UserError on a damaged one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else _any_header(path)
+    except (ValueError, OSError, RecursionError):
+        raise UserError(f"{path}: cannot be read; remove it, or run what wrote it again") from None
+    fits = isinstance(content, dict) and str(content.get("format", "")).startswith("linearpatch/")
+    return content if fits else None
+
+
+def _any_header(path):
+    """The header of a statistics or patch file, or None for another safetensors file."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            text = (file.metadata() or {}).get(HEADER)
+    except SafetensorError as error:
+        raise ValueError(str(error)) from None
+    return None if text is None else json.loads(text)
