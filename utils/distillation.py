@@ -66,11 +66,36 @@ def teacher_targets(decoder, hidden, top_k, normalised=True, chunk=256):
     top_k = min(top_k, decoder.vocab_size)
     logs, indices = [], []
     for part in states.split(chunk):
-        logits = decoder.head_logits(part)
-        values, index = logits.topk(top_k, dim=1, sorted=False)
-        logs.append(values - logits.logsumexp(1, keepdim=True) if normalised else values)
+        logits = _vocabulary_first(decoder, part)
+        values, index = _top(logits, top_k)
+        logs.append(values - logits.logsumexp(0)[:, None] if normalised else values)
         indices.append(index)
     return torch.cat(logs), torch.cat(indices)
+
+
+def _vocabulary_first(decoder, states):
+    """Logits float32 [V, T] of states [T, C]: on a CPU a third faster than [T, V], where few states meet many words."""
+    logits = decoder.head.weight @ states.T.to(decoder.head.weight)
+    if getattr(decoder.head, "bias", None) is not None:
+        logits += decoder.head.bias[:, None]
+    return decoder.scale_logits(logits.float())
+
+
+def _top(logits, k, group=16):
+    """(values, indices) [T, K] of the K largest of each column of logits [V, T].
+
+    Exact in two stages: the K largest of V lie in the K groups, of `group` words each, with the largest maxima.
+    """
+    count = len(logits) // group
+    if count < k:
+        return logits.T.topk(k, dim=1, sorted=False)
+    maxima = logits[:count * group].view(group, count, -1).amax(0)  # word w is in group w mod count
+    words = maxima.T.contiguous().topk(k, dim=1, sorted=False).indices
+    words = words[:, :, None] + count * torch.arange(group, device=words.device)
+    rest = torch.arange(count * group, len(logits), device=words.device)
+    words = torch.cat([words.flatten(1), rest.expand(len(words), -1)], 1)
+    values, place = logits.T.gather(1, words).topk(k, dim=1, sorted=False)
+    return values, words.gather(1, place)
 
 
 def kl_top_k(teacher_log, student_logits):
