@@ -28,21 +28,25 @@ def arguments():
     p = cli.parser(__doc__, "python calibrate.py --model smollm2-135m --selection runs/smollm2-135m/selection.json "
                             "--calib-samples 16 --seq-len 512")
     cli.add_model_flags(p)
-    p.add_argument("--selection", type=Path, nargs="+", required=True, help="selection.json of prune.py, one or several")
+    p.add_argument("--selection", type=Path, nargs="+", required=True,
+                   help="selection.json of prune.py, one or several")
     p.add_argument("--scaling", choices=[*SCALINGS, "auto"], nargs="+", default=["hadamard"],
-                   help="hadamard: P = H diag(d) H^T; diagonal: d on the raw channels; none: identity; random: a random "
-                        "P (ablation); auto: the best of none, diagonal and hadamard on held-out calibration windows")
+                   help="hadamard: P = H diag(d) H^T; diagonal: d on the raw channels; none: identity; random: a "
+                        "random P (ablation); auto: the best of none, diagonal and hadamard on held-out calibration "
+                        "windows")
     p.add_argument("--estimator", choices=ESTIMATORS, default="ratio-of-sums",
                    help="of d: the paper's ratio of sums, or the released code's mean of per-sample ratios")
     p.add_argument("--hadamard-order", choices=["released", "paper"], default="released",
                    help="order of the Kronecker factors of H where C is not a power of two")
-    p.add_argument("--sigma-windows", type=cli.non_negative, default=0, help="also measure sigma_d, eq. (4), on so many windows")
+    p.add_argument("--sigma-windows", type=cli.non_negative, default=0,
+                   help="also measure sigma_d, eq. (4), on so many windows")
     p.add_argument("--auto-windows", type=cli.positive, default=8, help="held-out windows of --scaling auto")
     cli.add_data_flags(p)
     cli.add_calibration_flags(p)
-    cli.add_output_flags(p, "patch file; default runs/<model>/patch.safetensors, or with several selections or scalings "
-                            "patch_SCALING.safetensors beside each selection")
-    p.add_argument("--stats", type=Path, help="statistics to read or write; default stats.safetensors beside --selection")
+    cli.add_output_flags(p, "patch file; default runs/<model>/patch.safetensors, or with several selections or "
+                            "scalings patch_SCALING.safetensors beside each selection")
+    p.add_argument("--stats", type=Path,
+                   help="statistics to read or write; default stats.safetensors beside --selection")
     p.add_argument("--save-model", type=Path, help="also write the patched model as a folder")
     args = p.parse_args()
     args.selection, args.scaling = list(dict.fromkeys(args.selection)), list(dict.fromkeys(args.scaling))
@@ -95,7 +99,8 @@ def main():
     args.stats = args.stats or args.selection[0].with_name("stats.safetensors")
     cli.check_outputs(args, out=".safetensors", stats=".safetensors")
     for path in args.selection:
-        if not single and args.stats.resolve() in [path.with_name(f"patch_{name}.safetensors").resolve() for name in args.scaling]:
+        if not single and args.stats.resolve() in [
+                path.with_name(f"patch_{name}.safetensors").resolve() for name in args.scaling]:
             raise UserError(f"--stats {args.stats}: is where a patch of this call goes")
     session = Session(args)
     if args.save_model:
@@ -166,7 +171,8 @@ def report(variant, path):
     about = variant.about
     for index, (start, end) in enumerate(runs_of(variant.removed)):
         weight = variant.patches[end].weight
-        values = weight if weight.ndim == 1 else torch.linalg.eigvalsh(weight) if about["scaling"] == "hadamard" else None
+        values = (weight if weight.ndim == 1 else
+                  torch.linalg.eigvalsh(weight) if about["scaling"] == "hadamard" else None)
         line = f"run [{start}, {end}): scaling {about['scaling']}"
         if values is not None:
             low, middle, high = torch.quantile(values.double(), torch.tensor([0.0, 0.5, 1.0]).double()).tolist()

@@ -33,11 +33,12 @@ def arguments():
     p.add_argument("--mode", choices=["online", "offline"], default="online", help="see above")
     p.add_argument("--top-k", type=cli.positive, default=100, help="teacher tokens that the loss compares")
     p.add_argument("--loss", choices=["kl", "kl-tail", "mse"], default="kl",
-                   help="kl: renormalised on the K tokens; kl-tail: one bucket for all others; mse: states at the interface")
+                   help="kl: renormalised on the K tokens; kl-tail: one bucket for all others; "
+                        "mse: states at the interface")
     p.add_argument("--trainable", default="full", help=f"one of {', '.join(PARAMETRISATIONS)}")
     p.add_argument("--replace", choices=["ffn", "layer"],
-                   help="LLM-Streamline's baselines: train a SwiGLU (random start) or a copy of the first removed layer "
-                        "in the place of each run, instead of the patch")
+                   help="LLM-Streamline's baselines: train a SwiGLU (random start) or a copy of the first removed "
+                        "layer in the place of each run, instead of the patch")
     p.add_argument("--init", choices=["patch", "identity", "random"], default="patch", help="where training starts")
     group = p.add_argument_group("training")
     group.add_argument("--train-data", dest="calib_data", help="corpus[:split] or file; default as for calibration")
@@ -54,7 +55,8 @@ def arguments():
     group.add_argument("--seed", type=cli.seed, default=0)
     group.add_argument("--save-every", type=cli.positive, default=50, help="steps between validations and checkpoints")
     group.add_argument("--cache", type=Path, help="folder of the offline cache; default teacher_cache beside --out")
-    group.add_argument("--cache-dtype", choices=["float16", "float32"], default="float16", help="of cached probabilities")
+    group.add_argument("--cache-dtype", choices=["float16", "float32"], default="float16",
+                       help="of cached probabilities")
     cli.add_data_flags(p)
     cli.add_output_flags(p, "fine-tuned patch; default runs/<model>/patch_ft.safetensors")
     p.add_argument("--save-model", type=Path, help="also write the fine-tuned model as a folder")
@@ -76,7 +78,8 @@ def starting_patches(args, variant, session):
         patch = variant.patches[end]
         weight = {"patch": patch.weight.detach(), "identity": torch.ones(size),
                   "random": random_matrix(size, args.seed + number)}[args.init]
-        patches[end] = TrainablePatch(weight, args.trainable, variant.about.get("hadamard_order", "released"), args.seed)
+        order = variant.about.get("hadamard_order", "released")
+        patches[end] = TrainablePatch(weight, args.trainable, order, args.seed)
     return patches
 
 
@@ -102,7 +105,8 @@ class Trainer:
     def export(self):
         """{run{i}.name: float32 tensor} of the patches as they are now."""
         patches = sorted(self.distiller.patches.items())
-        return {f"run{i}.{name}": value for i, (_, patch) in enumerate(patches) for name, value in patch.export().items()}
+        return {f"run{i}.{name}": value
+                for i, (_, patch) in enumerate(patches) for name, value in patch.export().items()}
 
     def update(self, steps):
         """One AdamW step at this step's learning rate."""
@@ -262,8 +266,8 @@ def main():
     session = Session(args)
     variant = session.read_patch(args.patch)
     windows, held_out = session.calibration(), session.calibration(part="validation", samples=args.val_samples)
-    names = ("mode", "top_k", "loss", "trainable", "replace", "init", "epochs", "batch_size", "accumulate", "lr", "weight_decay",
-             "decay_to_start", "clip", "seed", "save_every", "cache_dtype")
+    names = ("mode", "top_k", "loss", "trainable", "replace", "init", "epochs", "batch_size", "accumulate", "lr",
+             "weight_decay", "decay_to_start", "clip", "seed", "save_every", "cache_dtype")
     recipe = {"model": session.source.identity(), "removed": variant.removed, "start": variant.digest(),
               "dtype": session.dtype_name, "train": windows.info["token_ids_sha256"],
               "validation": held_out.info["token_ids_sha256"], **{name: getattr(args, name) for name in names}}
@@ -279,15 +283,16 @@ def main():
 
 def distil(args, session, variant, windows, held_out, recipe):
     """Train and write the best patch, the last one, the log and the loss curve."""
-    distiller = Distiller(session.decoder, variant.removed, starting_patches(args, variant, session), args.top_k, args.loss)
+    distiller = Distiller(session.decoder, variant.removed, starting_patches(args, variant, session), args.top_k,
+                          args.loss)
     for patch in distiller.patches.values():
         patch.to(session.decoder.device)
     caches = [None, None]
     if args.mode == "offline":
         folder = args.cache or args.out.with_name("teacher_cache")
-        print(f"offline cache: {cache_bytes(len(windows.ids), args.seq_len, args.top_k, session.decoder.vocab_size) / 1e9:.2f}"
-              f" GB of probabilities and indices, {windows.ids.numel() * session.decoder.hidden_size * session.dtype.itemsize / 1e9:.2f}"
-              " GB of states")
+        outputs = cache_bytes(len(windows.ids), args.seq_len, args.top_k, session.decoder.vocab_size)
+        states = windows.ids.numel() * session.decoder.hidden_size * session.dtype.itemsize
+        print(f"offline cache: {outputs / 1e9:.2f} GB of probabilities and indices, {states / 1e9:.2f} GB of states")
         for number, part in enumerate((windows, held_out)):
             key = {"teacher": session.source.fingerprint, "token_ids_sha256": part.info["token_ids_sha256"],
                    "seq_len": args.seq_len, "top_k": args.top_k, "dtype": session.dtype_name,
@@ -307,8 +312,8 @@ def distil(args, session, variant, windows, held_out, recipe):
 
     content = {"model": recipe["model"], "stage": "distilled", **layer_lists(session.source.shape[0], variant.removed),
                "scaling": f"{args.replace or variant.about.get('scaling')}+ft",
-               "trainable": args.replace or args.trainable, "activation": activation_of(session.decoder.config), "loss": args.loss,
-               "top_k": args.top_k, "calibration": windows.info, "recipe": recipe,
+               "trainable": args.replace or args.trainable, "activation": activation_of(session.decoder.config),
+               "loss": args.loss, "top_k": args.top_k, "calibration": windows.info, "recipe": recipe,
                "validation": {"first": trainer.log[0]["validation"], "best": trainer.best[0]},
                "provenance": session.watch.provenance(session.decoder)}
     for path, tensors in ((args.out, trainer.best[1]), (args.out.with_suffix(".last.safetensors"), trainer.export())):

@@ -22,7 +22,8 @@ def arguments():
     cli.add_model_flags(p)
     cli.add_variant_flags(p)
     p.add_argument("--subjects", nargs="+", default=["all"], metavar="SUBJECT", help="all 57, or some by name")
-    p.add_argument("--limit", type=cli.positive, help="a random subset of so many questions a subject, drawn with --seed")
+    p.add_argument("--limit", type=cli.positive,
+                   help="a random subset of so many questions a subject, drawn with --seed")
     p.add_argument("--answer-tokens", choices=["bare", "spaced"], default="bare",
                    help="bare: the token of 'A', as in the authors' code; spaced: the token of ' A' behind 'Answer:'")
     p.add_argument("--batch-tokens", type=cli.positive, default=BATCH_TOKENS, help="padded tokens a forward pass")
@@ -48,7 +49,8 @@ def main():
                            "tokenizer": tokenizer_sha256(session.tokenizer), "subject": subject,
                            "questions": content_sha256(table)} for subject, table in tables.items()}
     earlier = EarlierRows(args.out, "mmlu", "subject", session.source, args.force, args.add)
-    missing = {subject: [v for v in variants if not earlier.find(v, protocol)] for subject, protocol in protocols.items()}
+    missing = {subject: [v for v in variants if not earlier.find(v, protocol)]
+               for subject, protocol in protocols.items()}
     found = sum(len(variants) - len(names) for names in missing.values())
     if found:
         print(f"{args.out}: {found} of {len(tables) * len(variants)} rows reused (--force recomputes)")
@@ -62,12 +64,15 @@ def main():
             later = [row for row in later if row["subject"] != subject]
             if missing[subject]:
                 bar.set_description(subject)
-                by_shots, requests = encode(subject, examples, questions, session.tokenizer, answers, min(2048, longest))
-                predictions = predict(session.decoder, missing[subject], by_shots, requests, args.batch_tokens, subject, bar)
+                by_shots, requests = encode(subject, examples, questions, session.tokenizer, answers,
+                                            min(2048, longest))
+                predictions = predict(session.decoder, missing[subject], by_shots, requests, args.batch_tokens,
+                                      subject, bar)
                 mine |= {variant.name: {
                     **subject_row(variant.name, subject, questions, guesses), "limit": args.limit, "seed": args.seed,
                     "shots": {str(shots): len(group) for shots, group in by_shots.items()},
-                    "dtype": session.dtype_name, "key": key(variant, protocols[subject])} for variant, guesses in zip(missing[subject], predictions)}
+                    "dtype": session.dtype_name, "key": key(variant, protocols[subject])}
+                    for variant, guesses in zip(missing[subject], predictions)}
             results += [mine[variant.name] for variant in variants]
             if missing[subject] or subject == list(tables)[-1]:
                 content = {"model": session.source.identity(), "results": results + later,

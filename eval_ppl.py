@@ -21,8 +21,8 @@ def arguments():
     cli.add_model_flags(p)
     cli.add_variant_flags(p)
     p.add_argument("--datasets", nargs="+", default=None,
-                   help="wikitext2 c4 c4-new ptb ptb-new wiki news, or files; default wiki news for the embedded model, "
-                        "else wikitext2 c4 ptb")
+                   help="wikitext2 c4 c4-new ptb ptb-new wiki news, or files; default wiki news for the embedded "
+                        "model, else wikitext2 c4 ptb")
     p.add_argument("--seq-len", type=cli.positive, default=2048, help="tokens a window")
     p.add_argument("--limit-windows", type=cli.positive, help="take the first K windows only")
     p.add_argument("--bos", choices=["stream", "window"], default="stream",
@@ -44,7 +44,8 @@ def main():
     session = Session(args)
     session.check_seq_len(args.seq_len)
     variants = session.variants()
-    datasets = list(dict.fromkeys(args.datasets or [])) or (["wiki", "news"] if session.embedded_text else ["wikitext2", "c4", "ptb"])
+    datasets = list(dict.fromkeys(args.datasets or [])) or (
+        ["wiki", "news"] if session.embedded_text else ["wikitext2", "c4", "ptb"])
 
     earlier = EarlierRows(args.out, "ppl", "dataset", session.source, args.force, args.add)
     corpora = [evaluation_windows(name, session.tokenizer, args.seq_len, bos=args.bos, limit=args.limit_windows,
@@ -83,10 +84,10 @@ def rows(name, info, variants, protocol, losses):
         result.append({
             "variant": variant.name, "dataset": name, "split": info["split"],
             **summarise(values, losses[variants[0].name]), "reference": variants[0].name, "windows": info["windows"],
-            "seq_len": info["seq_len"], "scored_tokens": info["scored_tokens"], "dropped_tokens": info["dropped_tokens"],
-            "bos": info["bos"], "removed": list(variant.removed), "scaling": variant.about.get("scaling"),
-            "stage": variant.about.get("stage"), "corpus": info, "dtype": protocol["dtype"], "key": key(variant, protocol),
-            "window_nll": values.tolist()})
+            "seq_len": info["seq_len"], "scored_tokens": info["scored_tokens"],
+            "dropped_tokens": info["dropped_tokens"], "bos": info["bos"], "removed": list(variant.removed),
+            "scaling": variant.about.get("scaling"), "stage": variant.about.get("stage"), "corpus": info,
+            "dtype": protocol["dtype"], "key": key(variant, protocol), "window_nll": values.tolist()})
     return result
 
 

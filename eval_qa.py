@@ -28,7 +28,8 @@ def arguments():
                         'lines {"context": ..., "choices": [...], "gold": index}')
     p.add_argument("--limit", type=cli.positive, help="a random subset of so many items a task, drawn with --seed")
     p.add_argument("--bos", choices=["auto", "on", "off"], default="auto",
-                   help="BOS before each prompt; auto: what the tokenizer does by itself (the harness's default is off)")
+                   help="BOS before each prompt; auto: what the tokenizer does by itself "
+                        "(the harness's default is off)")
     p.add_argument("--dense", type=Path, help="qa.json with the dense row that retained performance refers to")
     p.add_argument("--log-samples", type=Path, help="write one line an item: log-likelihoods, lengths, predictions")
     p.add_argument("--batch-tokens", type=cli.positive, default=BATCH_TOKENS, help="padded tokens a forward pass")
@@ -48,8 +49,9 @@ def main():
     model = HarnessModel(session.tokenizer, args.bos)
     tasks = load_tasks(args.tasks, model, args.data_dir, args.limit, args.seed)
     print(f"{model.bos_in_words()}; lm-evaluation-harness {harness_version()}, zero-shot; {session.dtype_name}")
-    protocols = {qa.name: {"model": session.source.fingerprint, "dtype": session.dtype_name, "harness": harness_version(),
-                           "bos": model.bos_in_words(), "task": qa.name, "items": qa.content_sha1,
+    protocols = {qa.name: {"model": session.source.fingerprint, "dtype": session.dtype_name,
+                           "harness": harness_version(), "bos": model.bos_in_words(), "task": qa.name,
+                           "items": qa.content_sha1,
                            "tokens": sha256_json([[r.context, r.continuation] for group in qa.groups for r in group])}
                  for qa in tasks}
     earlier = EarlierRows(args.out, "qa", "task", session.source, args.force or args.log_samples, args.add)
@@ -68,8 +70,8 @@ def main():
             later = [row for row in later if row["task"] != qa.name]
             if missing[qa.name]:
                 bar.set_description(qa.name)
-                values, greedy = score(session.decoder, missing[qa.name], packs[qa.name], args.batch_tokens, label=qa.name,
-                                       bar=bar)
+                values, greedy = score(session.decoder, missing[qa.name], packs[qa.name], args.batch_tokens,
+                                       label=qa.name, bar=bar)
                 for variant, own, first in zip(missing[qa.name], values, greedy):
                     metrics, samples = harness_results(qa, model, own, first)
                     mine[variant.name] = {**result_row(qa, variant, metrics, samples, own), "limit": args.limit,

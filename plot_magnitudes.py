@@ -15,9 +15,9 @@ metrics     perplexity by selection metric and number of layers, alone and patch
             METRIC+P-nN of --results (vanilla-nN and P-nN are those of the cosine).
 all         every figure that the given files allow; those that run the model only with --model.
 
-4, similarity, d and metrics load no weights. What runs the model runs it on the first --windows calibration windows, 1b on the
-windows of --datasets. Beside each csv a json holds its recipe and provenance: numbers that are there with the same
-recipe are drawn anew, not computed anew.
+4, similarity, d and metrics load no weights. What runs the model runs it on the first --windows calibration windows,
+1b on the windows of --datasets. Beside each csv a json holds its recipe and provenance: numbers that are there with
+the same recipe are drawn anew, not computed anew.
 """
 
 from functools import cached_property

@@ -35,16 +35,17 @@ METRIC_HELP = (
     "cosine is eq. (2); sleb removes layer by layer what costs least loss; taylor, ppl and mag rank single layers by "
     "gradients, perplexity without the layer and size of the weights; + keeps layers 0-3 and the last two; last takes "
     "the deepest but the last. taylor and ppl have the published defaults --calib-samples 10 --seq-len 128 --seed "
-    "1234, all others 128, 2048 and 0, but laco and llm-pruner, which read 10 windows of 64 tokens. These two change weights "
-    "and need --save-model: laco merges layers; llm-pruner makes them narrower, by default 4 to 29 of 32, in proportion")
+    "1234, all others 128, 2048 and 0, but laco and llm-pruner, which read 10 windows of 64 tokens. These two change "
+    "weights and need --save-model: laco merges layers; llm-pruner makes them narrower, by default 4 to 29 of 32, in "
+    "proportion")
 
 
 def arguments():
     p = cli.parser(__doc__, "python prune.py --model smollm2-135m --n-prune 7 --calib-samples 16 --seq-len 512")
     cli.add_model_flags(p)
     which = p.add_argument_group("what to remove")
-    which.add_argument("--n-prune", type=int, nargs="+", help="number of layers; several share one computation and need "
-                                                              "{n} in --out")
+    which.add_argument("--n-prune", type=int, nargs="+",
+                       help="number of layers; several share one computation and need {n} in --out")
     which.add_argument("--ratio", type=float, help="or: share of all parameters, for instance 0.25; nearest n")
     which.add_argument("--layers", help="or: explicit list, for instance 23-29 or 3,5,7 (0-based, ends included); "
                                         "paper or paper:METHOD takes table 7, with --n-prune where it has several")
@@ -67,7 +68,8 @@ def arguments():
         p.error("give one of --n-prune, --ratio and --layers")
     if args.n_prune and len(args.n_prune) > 1:
         if args.layers or args.save_model or args.metric in BASELINES or "{n}" not in str(args.out):
-            p.error("several --n-prune: only with {n} in --out, and without --layers, --save-model, laco and llm-pruner")
+            p.error("several --n-prune: only with {n} in --out, "
+                    "and without --layers, --save-model, laco and llm-pruner")
     if not args.n_prune and "{n}" in str(args.out) or "{n}" in str(args.stats):
         p.error("{n} stands for --n-prune in --out, and for nothing elsewhere")
     check_baseline_flags(p, args)
@@ -335,8 +337,8 @@ def prune(args, session, needed):
           f"{total - parameters['removed']:,} ({parameters['ratio_percent']:.2f} %; "
           f"{parameters['ratio_with_patch_percent']:.2f} % with a dense patch per run)")
     if len(selection.removed) > 0.25 * len(per_layer):
-        print(f"warning: {100 * len(selection.removed) / len(per_layer):.0f} % of the layers go; above 25 % most models "
-              "lose much, small ones more")
+        print(f"warning: {100 * len(selection.removed) / len(per_layer):.0f} % of the layers go; above 25 % most "
+              "models lose much, small ones more")
     print(f"wrote {args.out}")
     if args.save_model:
         save_folder(session.decoder, session.tokenizer, Variant("pruned", selection.removed), args.save_model,

@@ -13,8 +13,8 @@ set -euo pipefail
 CALLER=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-TARGETS="table7 table5 table8 table3 table2 table4 table9 table10 responses table11 table12 table13 table1 table14 table15
-  table16 metrics fig1 fig2 fig4 overhead storage"
+TARGETS="table7 table5 table8 table3 table2 table4 table9 table10 responses table11 table12 table13 table1 table14
+  table15 table16 metrics fig1 fig2 fig4 overhead storage"
 
 usage() {
   cat <<EOF
@@ -122,8 +122,8 @@ setup() {
   PATH="$PWD/.venv/bin:$PATH"
 }
 
-# A command is run once, however many targets need it. All wait in COMMANDS, so that one interpreter can load the libraries
-# for all of them (utils/launch.py); each is a command that can be typed by hand.
+# A command is run once, however many targets need it. All wait in COMMANDS, so that one interpreter can load the
+# libraries for all of them (utils/launch.py); each is a command that can be typed by hand.
 run() {
   local word line=
   for word; do
@@ -139,8 +139,8 @@ run() {
 declare -A PPL=() SIDE=() QAS=() MMLUS=()
 ORDER=()
 
-# variant KINDS NAME FILE: NAME is a row of the report; FILE a selection.json or a patch. KINDS: ppl, side (perplexity on
-# the corpora on which all metrics are compared), qa, mmlu.
+# variant KINDS NAME FILE: NAME is a row of the report; FILE a selection.json or a patch. KINDS: ppl, side (perplexity
+# on the corpora on which all metrics are compared), qa, mmlu.
 variant() {
   local kind
   for kind in $1; do
@@ -174,7 +174,8 @@ evaluate() {
   local n folder
   if [ ${#PPL[@]} -gt 0 ]; then
     flags PPL
-    run python eval_ppl.py --model "$PRESET" "${FLAGS[@]}" --datasets "${DATASETS[@]}" "${EVAL[@]}" --add --out "$DIR/ppl.json"
+    run python eval_ppl.py --model "$PRESET" "${FLAGS[@]}" --datasets "${DATASETS[@]}" "${EVAL[@]}" \
+      --add --out "$DIR/ppl.json"
     for n in $NARROW; do
       run python eval_ppl.py --model "$DIR/n$n/llm-pruner/model" --no-dense --patch "llm-pruner-n$n=dense" \
         --datasets "${DATASETS[@]}" "${EVAL[@]}" --out "$DIR/ppl_llm-pruner-n$n.json"
@@ -182,7 +183,8 @@ evaluate() {
   fi
   if [ ${#SIDE[@]} -gt 0 ]; then
     flags SIDE
-    run python eval_ppl.py --model "$PRESET" "${FLAGS[@]}" --datasets "${COMPARED[@]}" "${EVAL[@]}" --add --out "$DIR/ppl.json"
+    run python eval_ppl.py --model "$PRESET" "${FLAGS[@]}" --datasets "${COMPARED[@]}" "${EVAL[@]}" \
+      --add --out "$DIR/ppl.json"
     run python plot_magnitudes.py --figure metrics --results "$DIR/ppl.json" --out "$DIR/figures"
   fi
   if [ ${#QAS[@]} -gt 0 ] && answers; then
@@ -202,7 +204,8 @@ evaluate() {
 # The data sets of questions come from the hub; on the embedded model, which needs no hub, from local files only.
 answers() {
   [ "$PRESET" != smollm2-135m ] || [ -n "${LINEARPATCH_DATA:-}" ] || {
-    [ -n "$TOLD" ] || echo "question answering and MMLU are left out: they need LINEARPATCH_DATA=FOLDER (README, section Data)" >&2
+    [ -n "$TOLD" ] || echo "question answering and MMLU are left out: they need LINEARPATCH_DATA=FOLDER" \
+      "(README, section Data)" >&2
     TOLD=yes
     return 1
   }
@@ -215,7 +218,7 @@ blocks() {
     --stats "$DIR/stats.safetensors" --out "$DIR/n{n}/selection.json"
 }
 
-# selection METRIC FLAGS: for every n, in $DIR/nN/METRIC/selection.json. Where n layers are the first n of more, one run.
+# selection METRIC FLAGS: for every n, in $DIR/nN/METRIC/selection.json. One run where n layers are the first n of more.
 selection() {
   local metric=$1
   shift
@@ -236,10 +239,12 @@ select_by() {
 patches() {
   blocks
   run python calibrate.py --model "$PRESET" --selection $(for n in $LAYERS; do echo "$DIR/n$n/selection.json"; done) \
-    --scaling diagonal hadamard --calib-data "$CORPUS" "${CALIB[@]}" --stats "$DIR/stats.safetensors" --sigma-windows "$SIGMA"
+    --scaling diagonal hadamard --calib-data "$CORPUS" "${CALIB[@]}" --stats "$DIR/stats.safetensors" \
+    --sigma-windows "$SIGMA"
 }
 
-# patched METRIC...: P for the selections of other metrics, in $DIR/nN/METRIC/patch_hadamard.safetensors. No forward pass.
+# patched METRIC...: P for the selections of other metrics, in $DIR/nN/METRIC/patch_hadamard.safetensors. No forward
+# pass.
 patched() {
   local metric
   run python calibrate.py --model "$PRESET" --scaling hadamard --calib-data "$CORPUS" "${CALIB[@]}" \
@@ -292,7 +297,8 @@ untrained() {
   done
 }
 
-# LLM-Pruner leaves every layer, but narrower; as many parameters go as with n layers. The paper has it for three models.
+# LLM-Pruner leaves every layer, but narrower; as many parameters go as with n layers. The paper has it for three
+# models.
 narrow() {
   local n
   [[ "$PRESET" != deepseek* ]] || return 0
@@ -338,7 +344,8 @@ table8() {
   for times in 4 2 0.5; do  # the first statistics hold the others: fewer windows are the first ones of more
     samples=$(awk "BEGIN { print $times * ${CALIB[1]} }")
     run python calibrate.py --model "$PRESET" --selection "$DIR/n$n/selection.json" --calib-data "$CORPUS" \
-      --calib-samples "$samples" "${CALIB[@]:2}" --stats "$DIR/stats_4x.safetensors" --out "$DIR/n$n/calib${times}x.safetensors"
+      --calib-samples "$samples" "${CALIB[@]:2}" --stats "$DIR/stats_4x.safetensors" \
+      --out "$DIR/n$n/calib${times}x.safetensors"
     variant ppl "calib${times}x-n$n" "$DIR/n$n/calib${times}x.safetensors"
   done
 }
@@ -381,12 +388,12 @@ responses() {
   patches
   ours ppl "$n"
   tune ppl "$n" random_start --init random --train-samples "$SAMPLES"
-  run python distill.py --model "$PRESET" --patch "$DIR/n$n/patch_diagonal.safetensors" --train-data "$CORPUS" "${TRAIN[@]}" \
-    --trainable diagonal --train-samples "$SAMPLES" --out "$DIR/n$n/d_tuned.safetensors"
+  run python distill.py --model "$PRESET" --patch "$DIR/n$n/patch_diagonal.safetensors" --train-data "$CORPUS" \
+    "${TRAIN[@]}" --trainable diagonal --train-samples "$SAMPLES" --out "$DIR/n$n/d_tuned.safetensors"
   variant ppl "d_tuned-n$n" "$DIR/n$n/d_tuned.safetensors"
   for corpus in $ELSEWHERE; do
-    run python calibrate.py --model "$PRESET" --selection "$DIR/n$n/selection.json" --calib-data "$corpus" "${CALIB[@]}" \
-      --stats "$DIR/stats_$corpus.safetensors" --out "$DIR/n$n/P-from-$corpus.safetensors"
+    run python calibrate.py --model "$PRESET" --selection "$DIR/n$n/selection.json" --calib-data "$corpus" \
+      "${CALIB[@]}" --stats "$DIR/stats_$corpus.safetensors" --out "$DIR/n$n/P-from-$corpus.safetensors"
     variant ppl "P-from-$corpus-n$n" "$DIR/n$n/P-from-$corpus.safetensors"
   done
 }
@@ -441,7 +448,8 @@ fig4() {
       [ ! -f "$file" ] || selections+=("${file#runs/}=$file")
     done
   done
-  run python plot_magnitudes.py --figure 4 --stats "${stats[@]}" --selection $(chosen) "${selections[@]}" --out "$DIR/figures"
+  run python plot_magnitudes.py --figure 4 --stats "${stats[@]}" --selection $(chosen) "${selections[@]}" \
+    --out "$DIR/figures"
   figure similarity d --selection $(chosen)
   figure massive --model "$PRESET" --calib-data "$CORPUS" "${CALIB[@]}" --windows "$SHOWN"
 }
@@ -449,7 +457,8 @@ fig4() {
 # Section 4.4. The shapes are LLaMA-2-7B's on a GPU, smaller on a CPU.
 overhead() {
   patches
-  run python -m utils.overhead --model "$PRESET" --patch "$DIR/n$ABLATED/patch_hadamard.safetensors" --out "$DIR/overhead.json"
+  run python -m utils.overhead --model "$PRESET" --patch "$DIR/n$ABLATED/patch_hadamard.safetensors" \
+    --out "$DIR/overhead.json"
 }
 
 storage() { overhead; }
@@ -471,7 +480,8 @@ main() {
     LINEARPATCH_DATA=$(realpath "$CALLER/$LINEARPATCH_DATA"); export LINEARPATCH_DATA; }
   DIR=$(basename "$PRESET" .gguf)
   DIR="runs/${DIR//[^A-Za-z0-9._-]/_}"
-  [[ " ${SIZE:-} " == "  " || "$SIZE" = small ]] || { echo "error: SIZE=$SIZE; the only other size is small" >&2; exit 2; }
+  [[ " ${SIZE:-} " == "  " || "$SIZE" = small ]] || {
+    echo "error: SIZE=$SIZE; the only other size is small" >&2; exit 2; }
   for target in "$@"; do
     [[ "$target" != *" "* && " $(echo $TARGETS) all " == *" $target "* ]] || {
       echo "error: $target is no target; there are: $(echo $TARGETS) all" >&2; exit 2; }

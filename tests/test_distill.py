@@ -11,6 +11,7 @@ import torch
 from tests.conftest import ROOT
 from tests.tiny import FAMILIES, ids, tiny
 from utils.artifacts import read_header, read_tensors
+from utils import distillation
 from utils.distillation import Distiller, TrainablePatch, kl_top_k, kl_with_tail, teacher_targets
 from utils.errors import UserError
 from utils.decoder import Decoder
@@ -119,6 +120,18 @@ def test_teacher_targets_are_the_models_own():
     logits, same = teacher_targets(decoder, hidden, 5, normalised=False, chunk=7)
     assert torch.equal(same, index)
     torch.testing.assert_close(logits.log_softmax(1), logs.log_softmax(1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("vocabulary, k", [(1000, 20), (1003, 62), (1003, 63), (31, 31), (333, 1)])
+def test_the_two_stages_find_the_largest_logits(vocabulary, k):
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = torch.randn(vocabulary, 9, generator=generator)
+    logits[:, 1] = logits[:, 1].round()  # many ties
+    logits[-k:, 2] += 10  # all in the rows behind the last whole group, or across groups
+    values, index = distillation._top(logits, k)
+    assert index.shape == (9, k) and all(len(row.unique()) == k for row in index)
+    assert torch.equal(values, logits.T.gather(1, index))
+    assert torch.equal(values.sort(1).values, logits.T.sort(1).values[:, -k:])
 
 
 def test_feature_loss_is_the_mean_square_at_the_interface():
@@ -235,7 +248,8 @@ def test_a_damaged_shard_is_named_and_rewritten_and_other_inputs_miss(script, fo
     shards[0].write_bytes(content)
     code, out, _ = distill(script, folders, ready, text, "--mode", "offline", "--force", out="again.safetensors")
     assert code == 0 and f"{shards[0]}: damaged; rewriting it" in out and "reused from" in out
-    one, two = (read_tensors(ready / name, "patch")[1]["run0.weight"] for name in ("ft.safetensors", "again.safetensors"))
+    one, two = (read_tensors(ready / name, "patch")[1]["run0.weight"]
+                for name in ("ft.safetensors", "again.safetensors"))
     assert torch.equal(one, two)
     other = tmp_path / "other.txt"
     other.write_text(text.read_text()[::-1].replace("w", "") + " w1 w2" * 1500)
@@ -285,7 +299,8 @@ def test_base_weights_and_embedding_stay(folders):
 
 
 def test_the_cache_of_the_papers_run_has_the_stated_bytes():
-    assert cache_bytes(5000, 2048, 100, 32000) == 4_096_000_000 and cache_bytes(5000, 2048, 100, 128256) == 6_144_000_000
+    assert cache_bytes(5000, 2048, 100, 32000) == 4_096_000_000
+    assert cache_bytes(5000, 2048, 100, 128256) == 6_144_000_000
     assert 5000 * 2048 * 100 * (2 + 8) == 10_240_000_000  # as published, with 8-byte indices
     assert index_dtype(1 << 16) == torch.uint16 and index_dtype((1 << 16) + 1) == torch.int32
 

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.embedded
 DATA = Path(os.environ.get("LINEARPATCH_DATA") or ROOT.parent / "shared" / "data")
 VALID, TEST = (DATA / "wikitext2" / f"wiki.{split}.raw" for split in ("valid", "test"))
 # n -> (start, perplexity of vanilla, +d, +P); calibrated on the first 16 windows of 512 of the validation split,
-# evaluated on those of the test split, both files as they are; dense 36.0. Measured with other code, and with a tokenizer
-# that splits a few line breaks otherwise, hence the tolerance of 0.6 %.
+# evaluated on those of the test split, both files as they are; dense 36.0. Measured with other code, and with a
+# tokenizer that splits a few line breaks otherwise, hence the tolerance of 0.6 %.
 REFERENCE = {3: (13, 57.2, 52.6, 56.7), 5: (12, 90.6, 80.4, 83.6), 7: (12, 100.2, 91.1, 92.8)}
 
 

@@ -162,7 +162,8 @@ def cell(row, column):
 
 
 def dense_of(row):
-    return next(r for r in PAPER if r["table"] == row["table"] and r["model"] == row["model"] and r["method"] == "dense")
+    return next(r for r in PAPER
+                if r["table"] == row["table"] and r["model"] == row["model"] and r["method"] == "dense")
 
 
 def test_every_printed_average_and_retained_performance():

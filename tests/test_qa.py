@@ -133,7 +133,8 @@ def test_variants_live_and_reloaded_and_in_any_order_agree(script, folders, tmp_
     script("eval_qa", "--model", tmp_path / "m", "--tasks", path, "--out", tmp_path / "saved.json", "--dense",
            tmp_path / "live.json", "--log-samples", tmp_path / "b.jsonl", "--batch-tokens", 20)
     live, saved = (json.loads((tmp_path / name).read_text()) for name in ("live.json", "saved.json"))
-    items = {name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()] for name in "ab"}
+    items = {name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+             for name in "ab"}
     for one, two in zip([i for i in items["a"] if i["variant"] == "P"], items["b"], strict=True):
         assert one["log_likelihoods"] == pytest.approx(two["log_likelihoods"], abs=1e-4)
     rows = {row["variant"]: row for row in live["results"]}

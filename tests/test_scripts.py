@@ -182,7 +182,8 @@ def test_artifacts_of_another_model_are_refused(script, folders, tmp_path, text)
 
 
 @pytest.mark.parametrize("content, message", [
-    (b"", "not a JSON"), (b"{}", "no format field"), (b'{"format": "linearpatch/selection@9"}', "selection@9 is unknown"),
+    (b"", "not a JSON"), (b"{}", "no format field"),
+    (b'{"format": "linearpatch/selection@9"}', "selection@9 is unknown"),
     (b'{"format": "linearpatch/ppl@1"}', "expected a selection"), (b"\xff\xfe", "not a JSON")])
 def test_wrong_selection_files(script, folders, tmp_path, text, content, message):
     (tmp_path / "selection.json").write_bytes(content)
@@ -220,7 +221,8 @@ def test_every_kind_of_folder_is_evaluated(script, folders, tmp_path, text):
         out = tmp_path / f"of-{name}"
         code, printed, _ = ppl(script, tmp_path / name, out, text)
         removed = json.loads((tmp_path / "selection.json").read_text())["removed"]
-        assert code == 0 and f"layers 4, patch {dict(pruned='no', patched=f'after layer {removed[0] - 1}, yes')[name]}" in printed
+        patch = dict(pruned="no", patched=f"after layer {removed[0] - 1}, yes")[name]
+        assert code == 0 and f"layers 4, patch {patch}" in printed
         assert rows(out)["dense"]["ppl"] == pytest.approx(live[name]["ppl"], rel=1e-6)
     about = [json.loads((tmp_path / name / "linearpatch.json").read_text()) for name in ("pruned", "patched")]
     assert [a["stage"] for a in about] == ["pruned", "calibrated"]
@@ -261,7 +263,8 @@ def test_several_selections_and_scalings_in_one_call_equal_single_calls(script, 
     for n in (1, 2):
         prune(script, folder, tmp_path / f"n{n}", text, "--n-prune", n, "--stats", tmp_path / "stats.safetensors")
         paths.append(tmp_path / f"n{n}" / "selection.json")
-    common = ("--model", folder, "--calib-data", text, *CALIB, "--stats", tmp_path / "stats.safetensors", "--sigma-windows", 2)
+    common = ("--model", folder, "--calib-data", text, *CALIB, "--stats", tmp_path / "stats.safetensors",
+              "--sigma-windows", 2)
     code, _, err = script("calibrate", *common, "--selection", *paths, "--scaling", "diagonal", "hadamard")
     assert code == 0, err
     for path in paths:
@@ -281,15 +284,17 @@ def test_several_selections_and_scalings_in_one_call_equal_single_calls(script, 
 
 def test_statistics_of_more_windows_hold_those_of_fewer(script, folders, tmp_path, text, monkeypatch):
     folder, stats = folders("llama"), tmp_path / "stats.safetensors"
-    script("prune", "--model", folder, "--calib-data", text, "--calib-samples", 8, "--seq-len", 32, "--n-prune", 2, "--out",
-           tmp_path / "selection.json", "--stats", stats)
+    script("prune", "--model", folder, "--calib-data", text, "--calib-samples", 8, "--seq-len", 32, "--n-prune", 2,
+           "--out", tmp_path / "selection.json", "--stats", stats)
     before = stats.read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr("utils.session.collect", lambda *a, **k: pytest.fail("a forward pass ran"))
         code, out, err = calibrate(script, folder, tmp_path, text, "--stats", stats)
     assert code == 0 and "its first 4 windows are these" in out and stats.read_bytes() == before, err
-    assert calibrate(script, folder, tmp_path, text, "--stats", tmp_path / "own.safetensors", name="own.safetensors.patch.safetensors")[0] == 0
-    few, own = (read_tensors(tmp_path / name, "patch")[1] for name in ("patch.safetensors", "own.safetensors.patch.safetensors"))
+    assert calibrate(script, folder, tmp_path, text, "--stats", tmp_path / "own.safetensors",
+                     name="own.safetensors.patch.safetensors")[0] == 0
+    few, own = (read_tensors(tmp_path / name, "patch")[1]
+                for name in ("patch.safetensors", "own.safetensors.patch.safetensors"))
     torch.testing.assert_close(few["run0.d"], own["run0.d"], rtol=1e-6, atol=0)
     code, out, _ = calibrate(script, folder, tmp_path, text, "--stats", stats, "--seed", 5)
     assert code == 0 and "recomputing" in out and stats.read_bytes() != before  # other draws: not their first windows
@@ -301,7 +306,8 @@ def test_rows_of_other_variants_stay_with_add_only_under_the_same_protocol(scrip
         script("prune", "--model", folder, "--layers", layers, "--out", tmp_path / f"s{layers}.json")
 
     def call(layers, *more):
-        code, out, err = ppl(script, folder, tmp_path, text, "--selection", f"cut{layers}={tmp_path}/s{layers}.json", *more)
+        code, out, err = ppl(script, folder, tmp_path, text,
+                             "--selection", f"cut{layers}={tmp_path}/s{layers}.json", *more)
         assert code == 0, err
         return list(rows(tmp_path))
 
@@ -374,7 +380,8 @@ def test_several_n_are_checked_before_anything_is_written(script, folders, tmp_p
 def test_smaller_n_of_one_call_equal_calls_of_their_own(script, folders, tmp_path, text):
     for metric in ("cosine", "shortgpt", "sleb", "taylor", "ppl", "mag", "random"):
         common = ("--model", folders("llama"), "--metric", metric, "--calib-data", text, *CALIB)
-        code, _, err = script("prune", *common, "--n-prune", 1, 3, "--out", tmp_path / metric / "n{n}" / "selection.json")
+        code, _, err = script("prune", *common, "--n-prune", 1, 3,
+                              "--out", tmp_path / metric / "n{n}" / "selection.json")
         assert code == 0, err
         for n in (1, 3):
             assert script("prune", *common, "--n-prune", n, "--out", tmp_path / "alone.json", "--force")[0] == 0

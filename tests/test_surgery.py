@@ -234,7 +234,8 @@ def test_a_pattern_that_the_config_cannot_express_is_refused():
 def test_a_failed_save_leaves_the_old_folder(tmp_path, monkeypatch):
     save_folder(Decoder(tiny()), tok_nobos(), Variant("pruned", (2, 3)), tmp_path / "out", {})
     before = (tmp_path / "out" / "config.json").read_bytes()
-    monkeypatch.setattr(type(tok_nobos()), "save_pretrained", lambda *a, **k: (_ for _ in ()).throw(OSError(28, "full")))
+    monkeypatch.setattr(type(tok_nobos()), "save_pretrained",
+                        lambda *a, **k: (_ for _ in ()).throw(OSError(28, "full")))
     with pytest.raises(OSError):
         save_folder(Decoder(tiny()), tok_nobos(), Variant("pruned", (1,)), tmp_path / "out", {})
     assert (tmp_path / "out" / "config.json").read_bytes() == before

@@ -52,8 +52,8 @@ def test_d_is_measured_in_the_rotation_that_p_is_built_with(script, folders, tmp
 
 def test_other_windows_of_the_same_tokens_are_evaluated_anew(script, folders, tmp_path, text):
     def run(out, length, count):
-        script("eval_ppl", "--model", folders("llama"), "--datasets", text, "--seq-len", length, "--limit-windows", count,
-               "--out", out)
+        script("eval_ppl", "--model", folders("llama"), "--datasets", text, "--seq-len", length,
+               "--limit-windows", count, "--out", out)
         return json.loads(out.read_text())["results"][0]
 
     run(tmp_path / "a.json", 64, 4)
@@ -100,7 +100,8 @@ def test_mmlu_answers_are_one_of_four_letters(tmp_path, letter):
         load_subjects(["anatomy"], tmp_path)
 
 
-@pytest.mark.parametrize("row", [{"answer": 7}, {"answer": -1}, {"choices": ["a", "b"]}, {"answer": "B"}, {"question": 3}])
+@pytest.mark.parametrize("row", [{"answer": 7}, {"answer": -1}, {"choices": ["a", "b"]}, {"answer": "B"},
+                                 {"question": 3}])
 def test_mmlu_rows_are_checked(tmp_path, row):
     good = {"subject": "anatomy", "question": "q", "choices": list("abcd"), "answer": 1}
     (tmp_path / "mmlu").mkdir()
@@ -117,7 +118,8 @@ def test_mmlu_rows_are_checked(tmp_path, row):
     {"context": "w1", "choices": ["w2", "w3"], "gold": True}, {"context": 1, "choices": ["w2", "w3"], "gold": 0}])
 def test_items_that_cannot_be_scored_are_named(script, folders, tmp_path, item):
     path = task_file(tmp_path, [*rows_of(1), item])
-    assert refused(script("eval_qa", "--model", folders("llama"), "--tasks", path, "--out", tmp_path / "qa.json"), "line 2")
+    assert refused(script("eval_qa", "--model", folders("llama"), "--tasks", path, "--out", tmp_path / "qa.json"),
+                   "line 2")
 
 
 def test_line_separators_inside_a_string_and_a_bom_are_text(script, folders, tmp_path):
@@ -128,14 +130,15 @@ def test_line_separators_inside_a_string_and_a_bom_are_text(script, folders, tmp
     assert code == 0 and json.loads((tmp_path / "qa.json").read_text())["results"][0]["n"] == 2, err
 
 
-@pytest.mark.parametrize("removed", [[2, 99], [-1, 2], ["2", "3"], "23", {}, [2.0, 3.5], [True, False], [0, 1, 2, 3, 4, 5],
-                                     [2, 2]])
+@pytest.mark.parametrize("removed", [[2, 99], [-1, 2], ["2", "3"], "23", {}, [2.0, 3.5], [True, False],
+                                     [0, 1, 2, 3, 4, 5], [2, 2]])
 def test_impossible_removed_layers_in_a_selection(script, folders, tmp_path, text, removed):
     prune(script, folders("llama"), tmp_path, text, "--layers", "2-3")
     content = json.loads((tmp_path / "selection.json").read_text())
     (tmp_path / "selection.json").write_text(json.dumps({**content, "removed": removed}))
     assert refused(calibrate(script, folders("llama"), tmp_path, text), "selection.json", "removed")
-    assert refused(ppl(script, folders("llama"), tmp_path, text, "--selection", f"v={tmp_path}/selection.json"), "removed")
+    assert refused(ppl(script, folders("llama"), tmp_path, text, "--selection", f"v={tmp_path}/selection.json"),
+                   "removed")
 
 
 @pytest.mark.parametrize("flags", [("--protect-first", -3), ("--protect-last", -1), ("--seed", 10**20), ("--seed", -1)])
@@ -178,8 +181,8 @@ def test_a_saved_model_never_replaces_what_is_read_or_written(script, folders, t
     folder = tmp_path / "m"
     prune(script, folders("llama"), tmp_path, text, "--layers", "2-3", "--save-model", folder)
     before = sorted(p.name for p in folder.iterdir())
-    assert refused(script("prune", "--model", folder, "--layers", "1", "--out", tmp_path / "s.json", "--save-model", folder),
-                   "would replace")
+    assert refused(script("prune", "--model", folder, "--layers", "1", "--out", tmp_path / "s.json",
+                          "--save-model", folder), "would replace")
     assert refused(script("prune", "--model", folders("llama"), "--layers", "1", "--out", folder / "s.json",
                           "--save-model", folder), "would replace")
     assert sorted(p.name for p in folder.iterdir()) == before
@@ -230,7 +233,8 @@ def test_damaged_model_folders(script, folders, tmp_path, text, damage):
     elif damage == "tokenizer":
         (folder / "tokenizer_config.json").write_text("[]")
     else:
-        changed = {"list": [config], "text_config": {**config, "text_config": 3}, "hidden": {**config, "hidden_size": "x"}}
+        changed = {"list": [config], "text_config": {**config, "text_config": 3},
+                   "hidden": {**config, "hidden_size": "x"}}
         (folder / "config.json").write_text(json.dumps(changed[damage]))
     assert refused(ppl(script, folder, tmp_path, text))
 

@@ -35,7 +35,8 @@ VERSIONS = {"selection": 1, "stats": 1, "patch": 1, "ppl": 1, "qa": 1, "mmlu": 1
             "teacher": 1, "progress": 1, "figure": 1}
 NUMBER = (int, float)
 ROW_FIELDS = {  # of the rows in results files
-    "ppl": {"variant": str, "dataset": str, "ppl": NUMBER}, "qa": {"variant": str, "task": str, "metric": str, "value": NUMBER},
+    "ppl": {"variant": str, "dataset": str, "ppl": NUMBER},
+    "qa": {"variant": str, "task": str, "metric": str, "value": NUMBER},
     "mmlu": {"variant": str, "subject": str, "accuracy": NUMBER},
 }
 HEADER = "linearpatch"  # key of the JSON inside a safetensors header
@@ -97,14 +98,15 @@ def _refuse_constant(name):
 
 
 def write_tensors(path, kind, tensors, content):
-    """Write tensors (dict of name -> tensor) with `content` as JSON in the header. Raises WorkError on non-finite values."""
+    """Write tensors ({name: tensor}) with `content` as JSON in the header. Raises WorkError on non-finite values."""
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise WorkError(f"{path}: {name} has non-finite entries; nothing was written")
     header = _dump({"format": _format(kind), **content}, path)
     with atomic_path(path) as temporary:
         try:
-            save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, temporary, {HEADER: header})
+            save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, temporary,
+                      {HEADER: header})
         except SafetensorError as error:
             raise WorkError(f"{path}: cannot be written ({error})") from None
 

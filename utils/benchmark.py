@@ -149,7 +149,7 @@ def benchmark_qa():
     tokenizer, decoder = load_tokenizer(source), load_decoder(source)
     model, plain = HarnessModel(tokenizer, "off"), harness_model(decoder, tokenizer)
     data_dir = os.environ.get("LINEARPATCH_DATA")
-    totals, items, equal, largest = {"ours": 0.0, "harness": 0.0}, 0, 0, 0.0
+    totals, items, equal, largest, count, apart = {"ours": 0.0, "harness": 0.0}, 0, 0, 0.0, 0, []
     for name in PAPER_TASKS:
         qa, = load_tasks([name], model, data_dir, QA_ITEMS[name])
         flat = [texts for item in qa.texts for texts in item]
@@ -157,10 +157,13 @@ def benchmark_qa():
         start = time.perf_counter()
         ours, _ = score(decoder, [Variant("dense")], make_packs(decoder, qa.groups))
         middle = time.perf_counter()
-        theirs = torch.tensor([value for value, _ in plain.loglikelihood(requests, disable_tqdm=True)])
+        theirs = torch.tensor([value for value, _ in plain.loglikelihood(requests, disable_tqdm=True)]).double()
         times = {"ours": middle - start, "harness": time.perf_counter() - middle}
         totals = {side: totals[side] + times[side] for side in totals}
-        largest = max(largest, (ours[0] - theirs).abs().max().item())
+        difference = (ours[0] - theirs).abs()
+        largest, count = max(largest, difference.max().item()), count + len(flat)
+        scored = [request for group in qa.groups for request in group]
+        apart += [(scored[i], ours[0, i].item(), theirs[i].item()) for i in (difference > 1e-4).nonzero().flatten().tolist()]
         offset = 0
         for group in qa.groups:
             part = slice(offset, offset + len(group))
@@ -168,9 +171,16 @@ def benchmark_qa():
             offset += len(group)
         items += len(qa.groups)
         print(f"{qa.name:14s} {len(qa.groups)} items: ours {times['ours']:.1f} s, harness {times['harness']:.1f} s, "
-              f"ratio {times['harness'] / times['ours']:.2f}", flush=True)
+              f"ratio {times['harness'] / times['ours']:.2f}; log-likelihoods differ by {difference.max():.1e} at most",
+              flush=True)
     print(f"nine tasks, {items} items: ratio {totals['harness'] / totals['ours']:.2f} (target 1.5; RACE 2.0); "
           f"largest difference of a log-likelihood {largest:.1e}; equal predictions {equal} of {items}")
+    decoder.model.double()
+    for request, mine, other in apart:
+        exact = score(decoder, [Variant("dense")], make_packs(decoder, [[request]]))[0].item()
+        print(f"  more than 1e-4 apart: {mine:.5f} and {other:.5f}; from the model in float64 ours is {abs(mine - exact):.1e}, "
+              f"the harness {abs(other - exact):.1e} away")
+    print(f"more than 1e-4 apart: {len(apart)} of {count} log-likelihoods")
 
 
 @torch.no_grad()

@@ -66,7 +66,8 @@ def add_variant_flags(p):
                        help="pruned variants without a patch")
     group.add_argument("--no-dense", action="store_true", help="leave the model itself out")
     group.add_argument("--add", action="store_true",
-                       help="keep the rows of other variants and data in --out (same model, and same settings for the same data)")
+                       help="keep the rows of other variants and data in --out "
+                            "(same model, and same settings for the same data)")
 
 
 def add_output_flags(p, out_help):
@@ -126,7 +127,8 @@ def check_outputs(args, **suffixes):
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "linearpatch.json").is_file():
         raise UserError(f"--save-model {folder}: is not empty and was not written by this project; choose another")
     inside = [str(path) for path in paths if folder.resolve() in path.parents]
-    if Path(args.model).exists() and folder.resolve() in (Path(args.model).resolve(), *Path(args.model).resolve().parents):
+    model = Path(args.model)
+    if model.exists() and folder.resolve() in (model.resolve(), *model.resolve().parents):
         inside.append(args.model)
     if inside:
         raise UserError(f"--save-model {folder}: would replace {inside[0]}; choose another folder")

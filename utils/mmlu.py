@@ -22,13 +22,14 @@ CATEGORIES = {  # the paper's grouping, that of the authors' code: 3018, 4705, 3
             "high_school_biology high_school_chemistry high_school_computer_science high_school_mathematics "
             "high_school_physics high_school_statistics machine_learning",
     "humanities": "formal_logic high_school_european_history high_school_us_history high_school_world_history "
-                  "international_law jurisprudence logical_fallacies moral_disputes moral_scenarios philosophy prehistory "
-                  "professional_law world_religions",
+                  "international_law jurisprudence logical_fallacies moral_disputes moral_scenarios philosophy "
+                  "prehistory professional_law world_religions",
     "social_sciences": "econometrics high_school_geography high_school_government_and_politics "
                        "high_school_macroeconomics high_school_microeconomics high_school_psychology human_sexuality "
                        "professional_psychology public_relations security_studies sociology us_foreign_policy",
-    "other": "anatomy business_ethics clinical_knowledge college_medicine global_facts human_aging management marketing "
-             "medical_genetics miscellaneous nutrition professional_accounting professional_medicine virology",
+    "other": "anatomy business_ethics clinical_knowledge college_medicine global_facts human_aging management "
+             "marketing medical_genetics miscellaneous nutrition professional_accounting professional_medicine "
+             "virology",
 }
 CATEGORY_OF = {subject: category for category, subjects in CATEGORIES.items() for subject in subjects.split()}
 SUBJECTS = sorted(CATEGORY_OF)
@@ -103,7 +104,8 @@ def _jsonl_rows(path):
 def _checked(row, place):
     """A row of the joined form, with its four options and an answer from 0 to 3."""
     fits = isinstance(row, dict) and isinstance(row.get("question"), str) and isinstance(row.get("subject"), str) and (
-        isinstance(row.get("choices"), list) and len(row["choices"]) == 4 and all(isinstance(c, str) for c in row["choices"])
+        isinstance(row.get("choices"), list) and len(row["choices"]) == 4
+        and all(isinstance(c, str) for c in row["choices"])
         and type(row.get("answer")) is int and 0 <= row["answer"] <= 3)
     if not fits:
         raise UserError(f"{place}: expected subject, question, four choices and an answer from 0 to 3")

@@ -165,7 +165,8 @@ def _read_config(folder, name):
         raise UserError(f"{path}: not a model's config (expected an object with fields)")
     entries = config.get("linear_patches", [])
     if not isinstance(entries, list) or not all(
-            isinstance(e, dict) and isinstance(e.get("module"), str) and isinstance(e.get("shape"), list) for e in entries):
+            isinstance(e, dict) and isinstance(e.get("module"), str) and isinstance(e.get("shape"), list)
+            for e in entries):
         raise UserError(f"{path}: linear_patches is no list of entries with module and shape")
     widths = config.get("layer_widths", [])
     if not isinstance(widths, list) or not all(isinstance(w, dict) and all(
@@ -205,7 +206,7 @@ def load_tokenizer(source, trust_remote_code=False):
 
 @contextmanager
 def loading(label, what):
-    """Within the block a damaged or foreign model folder becomes a UserError; the library raises errors of many kinds."""
+    """Within the block a damaged or foreign model folder gives a UserError; the library raises errors of many kinds."""
     verbosity = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_error()
     try:
@@ -214,7 +215,8 @@ def loading(label, what):
         raise
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
-        raise UserError(f"--model {label}: its {what} cannot be loaded ({type(error).__name__}: {reason[:200]})") from None
+        raise UserError(f"--model {label}: its {what} cannot be loaded "
+                        f"({type(error).__name__}: {reason[:200]})") from None
     finally:
         transformers.utils.logging.set_verbosity(verbosity)
 

@@ -82,7 +82,7 @@ def wait(device):
 
 @torch.no_grad()
 def operators(hidden, inner, tokens, repeats, device, dtype):
-    """Parameters, FLOPs and latency of d, P as three factors, P as a matrix, and a SwiGLU network of LLaMA-2-7B's shape."""
+    """Parameters, FLOPs and latency of d, P as three factors, P as a matrix, and a SwiGLU of LLaMA-2-7B's shape."""
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(1, tokens, hidden, generator=generator).to(device, dtype)
     d, turn = 1 + torch.rand(hidden, generator=generator), rotation(hidden)
@@ -107,23 +107,25 @@ def operators(hidden, inner, tokens, repeats, device, dtype):
     ratio = seconds[choices[-1][0]] / seconds["P as one matrix"]
     return {"title": f"The patch against a network in its place: hidden size {hidden}, {tokens} tokens",
             "head": ["operator", "parameters", "TFLOP", "median ms", "times faster than the network"], "rows": rows,
-            "text": f"The network has {3 * inner / hidden:.2f} times the parameters and FLOPs of P as a matrix and takes "
-                    f"{ratio:.1f} times as long here. The paper's 190 times cannot come from arithmetic: its 16 x 2048 tokens are "
-                    "1.10 TFLOP against 8.86. Both compute in float32 here, whatever the model's dtype."}
+            "text": f"The network has {3 * inner / hidden:.2f} times the parameters and FLOPs of P as a matrix and "
+                    f"takes {ratio:.1f} times as long here. The paper's 190 times cannot come from arithmetic: its "
+                    "16 x 2048 tokens are 1.10 TFLOP against 8.86. Both compute in float32 here, whatever the model's "
+                    "dtype."}
 
 
 @torch.no_grad()
 def models(decoder, variant, tokens, repeats, decode):
     """Prefill and decode latency of the dense, pruned and patched model. The decoder's model is cut."""
     length = min(tokens, 2048, getattr(decoder.config, "max_position_embeddings", 2048) - decode)
-    ids = (torch.arange(length)[None] * 7919 % decoder.vocab_size).expand(max(1, tokens // length), -1).to(decoder.device)
+    ids = torch.arange(length)[None] * 7919 % decoder.vocab_size
+    ids = ids.expand(max(1, tokens // length), -1).to(decoder.device)
     repeats = max(3, repeats // 3)
     layers, dense = decoder.num_layers, _latency(decoder.model, ids, decode, repeats)
     patched = patched_model(decoder, variant)
-    rows = []
+    rows, kept = [], layers - len(variant.removed)
     for name, depth, (prefill, token) in (
-            ("dense", layers, dense), ("pruned", layers - len(variant.removed), _latency(decoder.model, ids, decode, repeats)),
-            ("pruned and patched", layers - len(variant.removed), _latency(patched, ids, decode, repeats))):
+            ("dense", layers, dense), ("pruned", kept, _latency(decoder.model, ids, decode, repeats)),
+            ("pruned and patched", kept, _latency(patched, ids, decode, repeats))):
         rows.append([name, depth, f"{1e3 * prefill:.1f}", f"{dense[0] / prefill:.2f}", f"{1e3 * token:.2f}",
                      f"{dense[1] / token:.2f}"])
     return {"title": f"Whole models: prompt of {ids.shape[0]} x {length} tokens, then {decode} tokens one by one",
@@ -166,10 +168,11 @@ def storage(vocab_size, tokens=512, top_k=100):
         size = cache.path(0).stat().st_size
     formula = cache_bytes(1, tokens, top_k, vocab_size)
     return {"title": "Storage of the teacher's cache in GB",
-            "head": ["run", "paper", "2 + 8 bytes, as published", "ours, 32,000 words", "ours, 128,256 words"], "rows": rows,
-            "text": f"An entry is a probability of 2 bytes and an index, of 2 bytes where the vocabulary fits 16 bits and else 4. "
-                    f"Measured: a shard of {tokens} tokens, K = {top_k}, for this model's {vocab_size:,} words has {size:,} "
-                    f"bytes; the formula says {formula:,}."}
+            "head": ["run", "paper", "2 + 8 bytes, as published", "ours, 32,000 words", "ours, 128,256 words"],
+            "rows": rows,
+            "text": "An entry is a probability of 2 bytes and an index, of 2 bytes where the vocabulary fits 16 bits "
+                    f"and else 4. Measured: a shard of {tokens} tokens, K = {top_k}, for this model's {vocab_size:,} "
+                    f"words has {size:,} bytes; the formula says {formula:,}."}
 
 
 if __name__ == "__main__":

@@ -119,8 +119,8 @@ def misprints(table, model, n, row):
     """[(column, printed, mean of its columns)] of the cells of this row that do not add up in the paper."""
     found = [(e["column"], e["printed"], e["mean_of_columns"])
              for e in paper()["printed_averages_that_do_not_match_their_columns"]
-             if e["table"] in table.numbers and e["model"] == model and e["n_pruned"] == n and e["method"] in row.methods
-             and not row.fields]
+             if e["table"] in table.numbers and e["model"] == model and e["n_pruned"] == n
+             and e["method"] in row.methods and not row.fields]
     values = find(table, model, n, row) or {}
     if "mmlu_weighted_avg" in values:
         mean = weighted_average(*(values[name] for name in list(MMLU)[:4]))

@@ -94,7 +94,8 @@ def read_patch(path, source, name=None, decoder=None):
         raise UserError(f"{path}: hadamard_order {header['hadamard_order']} is unknown here")
     patches = {}
     for index, (start, end) in enumerate(runs_of(removed)):
-        own = {key.removeprefix(f"run{index}."): value for key, value in tensors.items() if key.startswith(f"run{index}.")}
+        prefix = f"run{index}."
+        own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
         legal = {"d": [(hidden_size,)], "weight": [(hidden_size,), (hidden_size, hidden_size)]}
         for field, shapes in legal.items():
             if field in own and tuple(own[field].shape) not in shapes:
@@ -116,8 +117,8 @@ def read_patch(path, source, name=None, decoder=None):
 def checked_layers(content, num_layers, path):
     """`removed` of an artifact as a tuple of distinct layers of the model. Raises UserError."""
     removed = content.get("removed")
-    if not isinstance(removed, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in removed) or (
-            len(set(removed)) != len(removed)) or len(removed) >= num_layers:
+    if (not isinstance(removed, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in removed)
+            or len(set(removed)) != len(removed) or len(removed) >= num_layers):
         raise UserError(f"{path}: field 'removed' is no list of distinct layers from 0 to {num_layers - 1}: {removed}")
     return tuple(sorted(removed))
 

@@ -185,8 +185,8 @@ def _config(name, data_dir):
     if not path.is_file():
         raise UserError(f'--tasks {name}: {path} is not there; see README, section "Data"')
     return {"task": name, "dataset_path": "json", "dataset_name": None, "training_split": None,
-            "validation_split": split if split == "validation" else None, "test_split": split if split == "test" else None,
-            "dataset_kwargs": {"data_files": {split: str(path)}}}
+            "validation_split": split if split == "validation" else None,
+            "test_split": split if split == "test" else None, "dataset_kwargs": {"data_files": {split: str(path)}}}
 
 
 def _file_task(path):
@@ -207,9 +207,9 @@ def _file_task(path):
             continue
         try:
             row = json.loads(line)
-            fits = isinstance(row["context"], str) and isinstance(row["choices"], list) and len(row["choices"]) > 1 and (
-                all(isinstance(c, str) and c.strip() for c in row["choices"])) and (
-                type(row["gold"]) is int and 0 <= row["gold"] < len(row["choices"]))
+            fits = (isinstance(row["context"], str) and isinstance(row["choices"], list) and len(row["choices"]) > 1
+                    and all(isinstance(c, str) and c.strip() for c in row["choices"])
+                    and type(row["gold"]) is int and 0 <= row["gold"] < len(row["choices"]))
         except (ValueError, KeyError, TypeError, RecursionError):
             fits = False
         if not fits:
@@ -220,8 +220,8 @@ def _file_task(path):
         raise UserError(f"{path}: holds no items")
     metrics = [{"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in ("acc", "acc_norm")]
     return {"task": path.name, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(path)}},
-            "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "context", "doc_to_choice": "choices",
-            "doc_to_target": "gold", "metric_list": metrics, "metadata": {"version": 1.0}}
+            "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "context",
+            "doc_to_choice": "choices", "doc_to_target": "gold", "metric_list": metrics, "metadata": {"version": 1.0}}
 
 
 def _prepare(name, task, model, config, limit, seed):
@@ -287,7 +287,8 @@ def item_records(qa, variant, samples, values):
     for group, texts, sample in zip(qa.groups, qa.texts, samples):
         scores = values[offset:offset + len(group)].tolist()
         offset += len(group)
-        choices = qa.task.doc_to_choice(sample["doc"]) if qa.task.OUTPUT_TYPE == "multiple_choice" else [t[1] for t in texts]
+        choices = (qa.task.doc_to_choice(sample["doc"]) if qa.task.OUTPUT_TYPE == "multiple_choice"
+                   else [t[1] for t in texts])
         characters = [len(choice) for choice in choices]
         yield {"variant": variant.name, "task": qa.name, "item": sample["doc_id"], "log_likelihoods": scores,
                "characters": characters, "tokens": [len(request.continuation) for request in group],

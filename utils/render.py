@@ -75,7 +75,8 @@ def _cell(value):
 def html_page(title, blocks):
     """One HTML page, figures embedded, no script and nothing loaded from elsewhere."""
     return (f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-            f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{html.escape(title)}</title>\n'
+            f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+            f"<title>{html.escape(title)}</title>\n"
             f"<style>{STYLE}</style>\n</head>\n<body>\n" + "\n".join(map(_html, blocks)) + "\n</body>\n</html>\n")
 
 

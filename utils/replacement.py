@@ -56,8 +56,8 @@ class ReplacementLayer(nn.Module):
         return made.to(decoder.device)
 
     def forward(self, hidden, batch):
-        kwargs = {name: value.float() if name == "attention_mask" and torch.is_tensor(value) and value.is_floating_point()
-                  else value for name, value in batch.kwargs[self.index].items()}
+        kwargs = {name: value.float() if name == "attention_mask" and torch.is_tensor(value)
+                  and value.is_floating_point() else value for name, value in batch.kwargs[self.index].items()}
         output = self.layer(hidden.float(), **kwargs)
         return (output[0] if isinstance(output, tuple) else output).to(hidden.dtype)
 

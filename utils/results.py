@@ -19,9 +19,10 @@ class EarlierRows:
         self.rows = [row for row in content["results"] if isinstance(row.get("key"), str)]
         for row in self.rows:
             losses = row.get("window_nll")
-            if kind == "ppl" and not (isinstance(losses, list) and len(losses) == row.get("windows") and "ppl_ci95" in row
-                                      and all(isinstance(loss, float) for loss in losses)):
-                raise UserError(f"{path}: the losses of {row['variant']} on {row[data]} are damaged; --force recomputes")
+            if kind == "ppl" and not (isinstance(losses, list) and len(losses) == row.get("windows")
+                                      and "ppl_ci95" in row and all(isinstance(loss, float) for loss in losses)):
+                raise UserError(f"{path}: the losses of {row['variant']} on {row[data]} are damaged; "
+                                "--force recomputes")
         self.by_key = {row["key"]: row for row in self.rows}  # one of those that compute the same
         self.data = data
         self.add = add and content.get("model", {}).get("fingerprint") == source.fingerprint

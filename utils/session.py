@@ -131,7 +131,8 @@ class Session:
     def variants(self):
         """Variants of --selection and --patch behind the model itself, each printed with its depth and checksum.
 
-        Files may be named NAME=FILE; the word dense, or NAME=dense, stands for the model itself. Raises UserError on a double name.
+        Files may be named NAME=FILE; the word dense, or NAME=dense, stands for the model itself. Raises UserError on a
+        double name.
         """
         args, found = self.args, {}
         given = [("selection", text) for text in args.selection] + [("patch", text) for text in args.patch]

@@ -172,7 +172,8 @@ def save_folder(decoder, tokenizer, variant, folder, about):
             "format": "linearpatch/folder@1", **layer_lists(num_layers, variant.removed),
             "removed_layers": sorted(variant.removed),
             "patch_position": positions[0] if len(positions) == 1 else positions or None,
-            "patch_position_meaning": "acts on the output of this kept layer, numbered in the saved model; -1: embedding",
+            "patch_position_meaning": "acts on the output of this kept layer, numbered in the saved model; "
+                                      "-1: embedding",
             **about}, indent=1) + "\n")
         os.chmod(temporary, 0o755)
         old = Path(f"{temporary}.old")

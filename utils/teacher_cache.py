@@ -44,7 +44,7 @@ class TeacherCache:
         return self.folder / f"shard-{shard:05d}.safetensors"
 
     def missing(self):
-        """Indices of shards that have to be written; says which are damaged and, if none is there, which input is new."""
+        """Indices of the shards to write; says which are damaged and, if none is there, which input is new."""
         absent = []
         for shard in range(len(self.shards)):
             path = self.path(shard)
@@ -60,7 +60,8 @@ class TeacherCache:
         if len(absent) == len(self.shards):
             self._explain_miss()
         elif absent:
-            print(f"teacher cache: {len(self.shards) - len(absent)} of {len(self.shards)} shards reused from {self.folder}")
+            print(f"teacher cache: {len(self.shards) - len(absent)} of {len(self.shards)} shards reused "
+                  f"from {self.folder}")
         else:
             print(f"teacher cache: reused from {self.folder}")
         return absent
