@@ -97,13 +97,27 @@ def test_no_loss_and_no_gradient_when_the_student_is_the_teacher():
     assert loss.item() < 1e-6 and d.patches[4].weight.grad.abs().max() < 1e-5
 
 
-def test_the_mean_over_tokens_ignores_batch_size_length_and_chunks(monkeypatch):
+def test_the_mean_over_tokens_ignores_batch_size_and_length():
     d = distiller(top_k=20)
     whole = loss_of(d, ids(4)).item()
     assert whole == pytest.approx(sum(loss_of(d, part).item() for part in ids(4).split(1)) / 4, rel=1e-5)
-    for chunk in (4, 17):
-        monkeypatch.setattr("utils.distillation.TOKEN_CHUNK", chunk)
-        assert loss_of(d, ids(4)).item() == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
+def test_gathered_logits_and_their_gradient_are_those_of_the_whole_head(dtype, tolerance):
+    generator = torch.Generator().manual_seed(3)
+    weight, states = (torch.randn(*size, generator=generator).to(dtype) for size in ((50, 16), (7, 16)))
+    index, slopes = torch.randint(50, (7, 9), generator=generator), torch.randn(7, 9, generator=generator)
+    index[:, 1] = index[:, 0]  # a word twice
+    found, expected = states.clone().requires_grad_(), states.double().requires_grad_()
+    logits = distillation.GatheredLogits.apply(found, index, weight)
+    reference = (expected @ weight.double().T).gather(1, index)
+    assert logits.dtype == torch.float32 and not weight.requires_grad
+    torch.testing.assert_close(logits.double(), reference, rtol=tolerance, atol=10 * tolerance)
+    logits.backward(slopes)
+    reference.backward(slopes.double())
+    assert found.grad.dtype == dtype
+    torch.testing.assert_close(found.grad.double(), expected.grad, rtol=tolerance, atol=10 * tolerance)
 
 
 def test_teacher_targets_are_the_models_own():
