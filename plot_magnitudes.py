@@ -154,6 +154,8 @@ class Inputs:
     def windows(self):
         """(ids int64 [K, T], info) of the first --windows calibration windows."""
         windows = self.session.calibration()
+        if len(windows.ids) < self.args.windows:
+            print(f"--windows {self.args.windows}: the calibration has {len(windows.ids)} windows; all are taken")
         return windows.ids[:self.args.windows], windows.info
 
     def recipe(self, **more):

@@ -84,7 +84,7 @@ class Page(HTMLParser):
 def test_the_page_is_well_formed_needs_no_other_file_and_says_the_same(run_folder):
     (run_folder / "figures").mkdir()
     picture = run_folder / "figures" / "figure_1a.png"
-    picture.write_bytes(b"\x89PNG not really")
+    picture.write_bytes(b"\x89PNG\r\n\x1a\n and more")
     text = write_report(run_folder)
     assert "![" in text and "(figures/figure_1a.png)" in text
     page = Page((run_folder / "report.html").read_text())
@@ -279,3 +279,10 @@ def test_presets_and_targets_are_listed_and_checked():
     assert listing.returncode == 0 and all(word in listing.stdout for word in [*PRESETS, *TARGETS])
     wrong = dry_run("llama2-7b", "table99")
     assert wrong.returncode == 2 and "table99 is no target" in wrong.stderr
+
+
+def test_a_picture_that_is_none_is_named(run_folder):
+    (run_folder / "figures").mkdir()
+    (run_folder / "figures" / "figure_d.png").write_text("<script>")
+    with pytest.raises(UserError, match="figure_d.png: is no PNG"):
+        write_report(run_folder)

@@ -285,3 +285,15 @@ def test_a_read_only_cache_only_costs_time(folders, tmp_path, monkeypatch):
 def test_out_of_range_ids_in_a_batch_are_named():
     with pytest.raises(UserError, match="token id 128"):
         Decoder(tiny()).inputs(torch.cat([ids(), torch.full((2, 1), 128)], 1))
+
+
+def test_force_replaces_no_artifact_of_another_kind(script, folders, tmp_path, text):
+    folder = folders("llama")
+    prune(script, folder, tmp_path, text, "--n-prune", 1)
+    assert calibrate(script, folder, tmp_path, text)[0] == 0
+    patch = tmp_path / "patch.safetensors"
+    before = patch.read_bytes()
+    result = script("prune", "--model", folder, "--n-prune", 1, "--calib-data", text, *CALIB, "--stats", patch,
+                    "--out", tmp_path / "b" / "selection.json", "--force")
+    assert refused(result, "holds a patch", "stats") and patch.read_bytes() == before
+    assert not (tmp_path / "b" / "selection.json").exists()

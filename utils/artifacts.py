@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import re
 import resource
 import subprocess
 import tempfile
@@ -121,6 +122,20 @@ def read_tensors(path, kind):
     return _open_tensors(path, kind, names_only=False)
 
 
+def kind_of(path):
+    """'patch', 'stats', 'selection', ... of an artifact of this project; None for any other file."""
+    try:
+        if Path(path).suffix == ".safetensors":
+            with safe_open(str(path), framework="pt") as file:
+                content = json.loads((file.metadata() or {}).get(HEADER, "null"))
+        else:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (SafetensorError, OSError, ValueError, RecursionError):
+        return None
+    found = re.match(r"linearpatch/(\w+)@", str(content.get("format"))) if isinstance(content, dict) else None
+    return found and found[1]
+
+
 def _open_tensors(path, kind, names_only):
     if not Path(path).is_file():
         raise UserError(f"{path}: no such file")
@@ -184,10 +199,16 @@ def _non_finite(value, name=""):
 def reusable(path, kind, recipe, force):
     """True when the artifact at `path` has exactly this recipe; says so, or says which field differs.
 
-    An unreadable or foreign file at `path` is not overwritten silently: UserError, unless `force`.
+    An unreadable or foreign file at `path` is not overwritten silently: UserError, unless `force`. An artifact of
+    another kind is not replaced even then.
     """
     path = Path(path)
-    if force or not path.exists():
+    if not path.exists():
+        return False
+    if force:
+        found = kind_of(path)
+        if found not in (None, kind):
+            raise UserError(f"{path}: holds a {found}, which --force does not replace by a {kind}; choose another name")
         return False
     content = read_header(path, kind) if path.suffix == ".safetensors" else read_json(path, kind)
     differing = recipe_difference(content.get("recipe", {}), recipe)

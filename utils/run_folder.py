@@ -71,7 +71,12 @@ class Run:
 
     @cached_property
     def figures(self):
-        return {path.stem.removeprefix("figure_"): path for path in sorted(self.folder.glob("figures/figure_*.png"))}
+        """{name: path} of the pictures. Raises UserError on a file that is none."""
+        paths = sorted(self.folder.glob("figures/figure_*.png"))
+        for path in paths:
+            if path.read_bytes()[:8] != b"\x89PNG\r\n\x1a\n":
+                raise UserError(f"{path}: is no PNG picture; remove it, or draw it again with --force")
+        return {path.stem.removeprefix("figure_"): path for path in paths}
 
     @cached_property
     def artifacts(self):
