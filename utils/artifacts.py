@@ -122,6 +122,15 @@ def read_tensors(path, kind):
     return _open_tensors(path, kind, names_only=False)
 
 
+def read_entry(path, place):
+    """{name: tensor[place]} of a safetensors artifact, read without the rest of it; checks nothing."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            return {name: file.get_slice(name)[place] for name in file.keys()}
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: cannot be read any more ({str(error).splitlines()[0]})") from None
+
+
 def kind_of(path):
     """'patch', 'stats', 'selection', ... of an artifact of this project; None for any other file."""
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from utils.artifacts import read_header, read_tensors, recipe_difference, write_tensors
+from utils.artifacts import read_entry, read_header, read_tensors, recipe_difference, write_tensors
 from utils.errors import UserError
 
 SHARD_WINDOWS = 16
@@ -33,7 +33,6 @@ class TeacherCache:
         self.recipe, self.windows = recipe, windows
         key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
         self.folder = Path(folder) / key
-        self.loaded = (None, None)
 
     @property
     def shards(self):
@@ -89,18 +88,19 @@ class TeacherCache:
         write_tensors(self.path(shard), "teacher", tensors, {"recipe": self.recipe, "sha256": _digest(tensors)})
 
     def window(self, number):
-        """(log-probabilities float32 [T, K], indices int64 [T, K], states [T, C] or None) of one window."""
+        """(log-probabilities float32 [T, K], indices int64 [T, K], states [T, C] or None) of one window.
+
+        Reads that window only, as training draws them at random; `missing` has checked the shards.
+        """
         shard, place = divmod(number, SHARD_WINDOWS)
-        if self.loaded[0] != shard:
-            self.loaded = (shard, self._read(shard))
-        tensors = self.loaded[1]
-        index = tensors["index"][place].long()
+        tensors = read_entry(self.path(shard), place)
+        index = tensors["index"].long()
         if tensors["index"].dtype == torch.int16:
             index = index & 0xFFFF
-        probability = tensors["probability"][place]
+        probability = tensors["probability"]
         floor = 2.0**-25 if probability.dtype == torch.float16 else torch.finfo(torch.float32).tiny
         probability = probability.float().clamp(min=floor)  # what underflowed to zero is below half of float16's least
-        return probability.log(), index, tensors["states"][place] if "states" in tensors else None
+        return probability.log(), index, tensors.get("states")
 
     def _read(self, shard):
         header, tensors = read_tensors(self.path(shard), "teacher")
