@@ -29,8 +29,8 @@ class EarlierRows:
         self.data = data
         self.add = add
         if add and content["results"] and content["model"].get("fingerprint") != source.fingerprint:
-            raise UserError(f"{path}: made for another model ({content['model'].get('label')}), whose rows --add cannot "
-                            "keep; choose another --out")
+            raise UserError(f"{path}: made for another model ({content['model'].get('label')}), whose rows --add "
+                            "cannot keep; choose another --out")
 
     def find(self, variant, protocol):
         """The row of this variant and protocol under the variant's present name, or None."""
