@@ -17,6 +17,7 @@ from utils import cli
 from utils.artifacts import Stopwatch, atomic_path, read_tensors, recipe_difference, reusable, write_tensors
 from utils.distillation import PARAMETRISATIONS, Distiller, TrainablePatch
 from utils.errors import UserError, WorkError
+from utils.modeling_linearpatch import LinearPatch
 from utils.patch import layer_lists, random_matrix, write_patch
 from utils.replacement import ReplacementLayer, SwiGLU, activation_of
 from utils.selection import runs_of
@@ -48,10 +49,10 @@ def arguments():
     group.add_argument("--epochs", type=cli.positive, default=1)
     group.add_argument("--batch-size", type=cli.positive, default=1, help="windows a forward pass")
     group.add_argument("--accumulate", type=cli.positive, default=1, help="forward passes a step")
-    group.add_argument("--lr", type=float, default=1e-4, help="of AdamW; cosine from here to a twentieth")
-    group.add_argument("--weight-decay", type=float, default=1e-4, help="decoupled")
+    group.add_argument("--lr", type=cli.amount, default=1e-4, help="of AdamW; cosine from here to a twentieth")
+    group.add_argument("--weight-decay", type=cli.amount, default=1e-4, help="decoupled")
     group.add_argument("--decay-to-start", action="store_true", help="decay toward the initial patch, not toward zero")
-    group.add_argument("--clip", type=float, help="largest gradient norm; none by default")
+    group.add_argument("--clip", type=cli.above_zero, help="largest gradient norm; none by default")
     group.add_argument("--seed", type=cli.seed, default=0)
     group.add_argument("--save-every", type=cli.positive, default=50, help="steps between validations and checkpoints")
     group.add_argument("--cache", type=Path, help="folder of the offline cache; default teacher_cache beside --out")
@@ -76,6 +77,9 @@ def starting_patches(args, variant, session):
         if args.replace:
             continue
         patch = variant.patches[end]
+        if not isinstance(patch, LinearPatch):
+            raise UserError(f"{args.patch}: holds replacement networks, training starts from a patch; --replace takes "
+                            "only the removed layers from it")
         weight = {"patch": patch.weight.detach(), "identity": torch.ones(size),
                   "random": random_matrix(size, args.seed + number)}[args.init]
         order = variant.about.get("hadamard_order", "released")
@@ -217,8 +221,8 @@ def train(args, trainer, train_targets, val_targets):
             for part in numbers.split(args.batch_size):
                 loss = trainer.distiller.student_loss(*train_targets.batch(part)) * (len(part) / len(numbers))
                 if not torch.isfinite(loss):
-                    raise WorkError(f"step {trainer.step}: the loss is not finite; {trainer.path} keeps the last good "
-                                    "state. Lower --lr or use --dtype float32")
+                    raise WorkError(f"step {trainer.step}: the loss is not finite; lower --lr or use --dtype float32"
+                                    + (f" ({trainer.path} keeps the last good state)" * trainer.path.is_file()))
                 loss.backward()
                 total += loss.item()
             rate = trainer.update(steps)
@@ -260,7 +264,12 @@ def write_curve(path, log):
 def main():
     args = arguments()
     args.out = args.out or default_folder(args.model) / "patch_ft.safetensors"
-    cli.check_outputs(args, out=".safetensors")
+    cli.check_outputs(args, reads=("patch",), beside=(".last.safetensors", ".checkpoint.safetensors"),
+                      out=".safetensors")
+    if args.replace and args.save_model:
+        raise UserError("--save-model: replacement networks stay in their patch file; evaluate with it")
+    args.cache = args.cache or args.out.with_name("teacher_cache")
+    cli.check_parent(args.cache / "shard", f"--cache {args.cache}")
     if args.mode == "offline" and args.loss == "mse":
         raise UserError("--loss mse needs the states of the intact model; use --mode online")
     session = Session(args)
@@ -273,8 +282,8 @@ def main():
               "validation": held_out.info["token_ids_sha256"], **{name: getattr(args, name) for name in names}}
     if not reusable(args.out, "patch", recipe, args.force):
         distil(args, session, variant, windows, held_out, recipe)
-    tuned = session.read_patch(args.out)
     if args.save_model:
+        tuned = session.read_patch(args.out)
         save_folder(session.decoder, session.tokenizer, tuned, args.save_model,
                     {"stage": "distilled", "base_model": session.source.identity(), "calibration": windows.info,
                      "seed": args.seed})
@@ -289,7 +298,6 @@ def distil(args, session, variant, windows, held_out, recipe):
         patch.to(session.decoder.device)
     caches = [None, None]
     if args.mode == "offline":
-        folder = args.cache or args.out.with_name("teacher_cache")
         outputs = cache_bytes(len(windows.ids), args.seq_len, args.top_k, session.decoder.vocab_size)
         states = windows.ids.numel() * session.decoder.hidden_size * session.dtype.itemsize
         print(f"offline cache: {outputs / 1e9:.2f} GB of probabilities and indices, {states / 1e9:.2f} GB of states")
@@ -297,7 +305,7 @@ def distil(args, session, variant, windows, held_out, recipe):
             key = {"teacher": session.source.fingerprint, "token_ids_sha256": part.info["token_ids_sha256"],
                    "seq_len": args.seq_len, "top_k": args.top_k, "dtype": session.dtype_name,
                    "cache_dtype": args.cache_dtype, "interface": distiller.start}
-            caches[number] = TeacherCache(folder, key, len(part.ids))
+            caches[number] = TeacherCache(args.cache, key, len(part.ids))
     train_targets = Targets(distiller, windows.ids, caches[0])
     val_targets = Targets(distiller, held_out.ids, caches[1])
     if args.mode == "offline":
@@ -311,16 +319,19 @@ def distil(args, session, variant, windows, held_out, recipe):
     train(args, trainer, train_targets, val_targets)
 
     content = {"model": recipe["model"], "stage": "distilled", **layer_lists(session.source.shape[0], variant.removed),
-               "scaling": f"{args.replace or variant.about.get('scaling')}+ft",
-               "trainable": args.replace or args.trainable, "activation": activation_of(session.decoder.config),
-               "loss": args.loss, "top_k": args.top_k, "calibration": windows.info, "recipe": recipe,
+               "scaling": f"{args.replace or variant.about['scaling'].removesuffix('+ft')}+ft",
+               "trainable": args.replace or args.trainable,
+               "hadamard_order": variant.about.get("hadamard_order", "released"), "loss": args.loss,
+               "top_k": args.top_k, "calibration": windows.info, "recipe": recipe,
                "validation": {"first": trainer.log[0]["validation"], "best": trainer.best[0]},
                "provenance": session.watch.provenance(session.decoder)}
-    for path, tensors in ((args.out, trainer.best[1]), (args.out.with_suffix(".last.safetensors"), trainer.export())):
-        write_patch(path, tensors, content)
+    if args.replace == "ffn":
+        content["activation"] = activation_of(session.decoder.config)
+    write_patch(args.out.with_suffix(".last.safetensors"), trainer.export(), content)
     with atomic_path(args.out.with_suffix(".log.jsonl")) as temporary:
         temporary.write_text("".join(json.dumps(row) + "\n" for row in trainer.log))
     write_curve(args.out.with_suffix(".curve.png"), trainer.log)
+    write_patch(args.out, trainer.best[1], content)  # the last one: where it is, the others are
     trainer.path.unlink(missing_ok=True)
     print(f"validation loss {trainer.log[0]['validation']:.4f} -> {trainer.best[0]:.4f} nats a token "
           f"({len(held_out.ids)} windows, {len(runs_of(variant.removed))} run(s), {args.replace or args.trainable})")

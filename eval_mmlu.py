@@ -8,8 +8,8 @@ from tqdm import tqdm
 
 from utils import cli
 from utils.artifacts import write_json
-from utils.mmlu import (CATEGORIES, LETTERS, SUBJECTS, answer_tokens, content_sha256, encode, load_subjects,
-                        subject_row, summarise)
+from utils.mmlu import (CATEGORIES, LETTERS, PROMPT_TOKENS, SUBJECTS, answer_tokens, content_sha256, encode,
+                        load_subjects, subject_row, summarise)
 from utils.results import EarlierRows, key
 from utils.scoring import BATCH_TOKENS, score_behind_prefix
 from utils.session import Session, default_folder
@@ -55,7 +55,9 @@ def main():
     if found:
         print(f"{args.out}: {found} of {len(tables) * len(variants)} rows reused (--force recomputes)")
 
-    results, longest = earlier.others(variants, protocols), session.source.positions[1] or 2048
+    results, longest = earlier.others(variants, protocols), min(PROMPT_TOKENS, session.source.positions[1] or 2048)
+    for subject in (subject for subject, names in missing.items() if names):  # too long ones are said before any work
+        encode(subject, [], tables[subject][1], session.tokenizer, answers, longest)
     later = [row for protocol in protocols.values() for row in (earlier.find(v, protocol) for v in variants) if row]
     with tqdm(total=sum(len(questions) for subject, (_, questions) in tables.items() if missing[subject]), desc="mmlu",
               unit="question", disable=not any(missing.values())) as bar:
@@ -64,8 +66,7 @@ def main():
             later = [row for row in later if row["subject"] != subject]
             if missing[subject]:
                 bar.set_description(subject)
-                by_shots, requests = encode(subject, examples, questions, session.tokenizer, answers,
-                                            min(2048, longest))
+                by_shots, requests = encode(subject, examples, questions, session.tokenizer, answers, longest)
                 predictions = predict(session.decoder, missing[subject], by_shots, requests, args.batch_tokens,
                                       subject, bar)
                 mine |= {variant.name: {

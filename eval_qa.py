@@ -42,19 +42,22 @@ def arguments():
 def main():
     args = arguments()
     args.out = args.out or default_folder(args.model) / "qa.json"
-    cli.check_outputs(args, out=".json", log_samples=".jsonl")
+    cli.check_outputs(args, reads=("dense",), out=".json", log_samples=".jsonl")
+    if args.log_samples:
+        check_samples(args.log_samples)
     session = Session(args)
     variants = session.variants()
     dense_rows = read_dense(args.dense, session.source) if args.dense else []
     model = HarnessModel(session.tokenizer, args.bos)
     tasks = load_tasks(args.tasks, model, args.data_dir, args.limit, args.seed)
+    check_items(args.dense, dense_rows, tasks)
     print(f"{model.bos_in_words()}; lm-evaluation-harness {harness_version()}, zero-shot; {session.dtype_name}")
     protocols = {qa.name: {"model": session.source.fingerprint, "dtype": session.dtype_name,
                            "harness": harness_version(), "bos": model.bos_in_words(), "task": qa.name,
                            "items": qa.content_sha1,
                            "tokens": sha256_json([[r.context, r.continuation] for group in qa.groups for r in group])}
                  for qa in tasks}
-    earlier = EarlierRows(args.out, "qa", "task", session.source, args.force or args.log_samples, args.add)
+    earlier = EarlierRows(args.out, "qa", "task", session.source, args.force, args.add, reuse=not args.log_samples)
     missing = {qa.name: [v for v in variants if not earlier.find(v, protocols[qa.name])] for qa in tasks}
     found = sum(len(variants) - len(names) for names in missing.values())
     if found:
@@ -102,7 +105,10 @@ def qa_content(session, model, results, dense_rows, reference, computed):
 def read_dense(path, source):
     """Rows of the dense variant of another qa.json, made for this model or the one that a saved folder came from."""
     content, about = read_json(path, "qa"), source.folder / "linearpatch.json"
-    origin = json.loads(about.read_text()).get("base_model", {}).get("fingerprint") if about.is_file() else None
+    try:
+        origin = json.loads(about.read_text())["base_model"]["fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        origin = None  # made by no script of ours, or not from another model
     found = content["model"].get("fingerprint")
     if found not in (source.fingerprint, origin):
         raise UserError(f"{path}: made for another model ({content['model'].get('label')}), so its dense row is no "
@@ -111,6 +117,27 @@ def read_dense(path, source):
     if not rows:
         raise UserError(f"{path}: has no rows of a variant called dense")
     return rows
+
+
+def check_items(path, dense_rows, tasks):
+    """Raise UserError when the dense rows are over other items or prompts than this call's: no ratio then."""
+    prompts = {qa.name: qa.prompt_sha1 for qa in tasks}
+    for row in dense_rows:
+        if prompts.get(row["task"], row.get("prompt_sha1")) != row.get("prompt_sha1"):
+            raise UserError(f"{path}: its dense row of {row['task']} is over other items or prompts, so it is no "
+                            "reference here; give the same data, --limit and --seed")
+
+
+def check_samples(path):
+    """Raise UserError when --log-samples would overwrite a file that this script did not write."""
+    if path.exists() and path.stat().st_size:
+        try:
+            with open(path, encoding="utf-8") as file:
+                ours = "log_likelihoods" in json.loads(file.readline())
+        except (ValueError, TypeError, RecursionError):
+            ours = False
+        if not ours:
+            raise UserError(f"--log-samples {path}: is there and was not written by this script; choose another name")
 
 
 def harness_version():

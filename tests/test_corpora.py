@@ -648,3 +648,9 @@ def test_a_wrong_or_absent_wheel_leaves_nothing(wheel, tmp_path):
     with pytest.raises(UserError, match="cannot be written"):
         embedded.wheel_member("other", "1.0", "tiny/data.txt", "0" * 64)
     assert [path.name for path in (tmp_path / "cache").rglob("*") if path.is_file()] == ["other-1.0"]
+
+
+def test_json_too_deep_to_read_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": ' + b"[" * 100000)
+    with pytest.raises(UserError, match="a.jsonl: line 1 is not JSON"):
+        load_text(str(tmp_path / "a.jsonl"), "evaluation")

@@ -357,3 +357,118 @@ def test_replacement_networks_train_and_are_evaluated(script, folders, ready, te
     code, _, err = distill(script, folders, ready, text, "--replace", replace, "--loss", loss, "--epochs", 3,
                            "--save-model", ready / "m")
     assert code == 2 and "replacement networks" in err
+
+
+@pytest.mark.parametrize("flags", [("--lr", "nan"), ("--lr", -1), ("--lr", "inf"), ("--weight-decay", -1),
+                                   ("--weight-decay", "nan"), ("--clip", 0), ("--clip", -1), ("--clip", "nan"),
+                                   ("--trainable", "full:3"), ("--trainable", "low-rank:\u00b2"),
+                                   ("--trainable", "low-rank:" + "9" * 5000)])
+def test_numbers_that_cannot_train(script, folders, ready, text, flags):
+    code, _, err = distill(script, folders, ready, text, *flags)
+    assert code == 2 and flags[0] in err and not list(ready.glob("ft*")), err
+
+
+def test_a_fine_tuned_patch_is_fine_tuned_further_but_never_overwritten(script, folders, ready, text):
+    def again(patch, out):
+        return script("distill", "--model", folders("llama"), "--patch", patch, "--train-data", text, *TRAIN, "--out",
+                      out, "--force")
+
+    assert again(ready / "patch.safetensors", ready / "ft.safetensors")[0] == 0
+    for name, out in (("patch", "patch"), ("ft.last", "ft")):
+        before = (ready / f"{name}.safetensors").read_bytes()
+        code, _, err = again(ready / "." / f"{name}.safetensors", ready / f"{out}.safetensors")
+        assert code == 2 and "would overwrite --patch" in err
+        assert (ready / f"{name}.safetensors").read_bytes() == before
+    assert again(ready / "ft.safetensors", ready / "further.safetensors")[0] == 0
+    code, _, err = script("eval_ppl", "--model", folders("llama"), "--patch", f"ft={ready}/further.safetensors",
+                          "--datasets", text, "--seq-len", 32, "--out", ready / "ppl.json")
+    assert code == 0 and read_header(ready / "further.safetensors", "patch")["scaling"] == "hadamard+ft", err
+
+
+@pytest.mark.parametrize("replace", ["ffn", "layer"])
+def test_replacement_networks_from_the_cache_and_as_a_start(script, folders, ready, text, replace):
+    code, _, err = distill(script, folders, ready, text, "--replace", replace, "--mode", "offline")
+    assert code == 0, err
+    code, _, err = script("distill", "--model", folders("llama"), "--patch", ready / "ft.safetensors", "--train-data",
+                          text, *TRAIN, "--out", ready / "b.safetensors")
+    assert code == 2 and "holds replacement networks" in err and not (ready / "b.safetensors").exists()
+    code, _, err = distill(script, folders, ready, text, "--replace", replace, "--save-model", ready / "m",
+                           out="c.safetensors")
+    assert code == 2 and "replacement networks" in err and not list(ready.glob("c.*"))  # before any training
+
+
+@pytest.mark.parametrize("replace, change", [
+    ("ffn", {"run0.ffn.up": None}), ("ffn", {"run0.ffn.up": torch.zeros(3, 4)}), ("ffn", {"activation": "foo"}),
+    ("layer", {"run0.layer.mlp.up_proj.weight": None}), ("layer", {"run0.layer.mlp.up_proj.weight": torch.zeros(3)}),
+    ("ffn", {"run0.ffn.up": torch.full((128, 64), torch.nan)})])
+def test_networks_that_do_not_fit_are_named(script, folders, ready, text, replace, change):
+    from safetensors.torch import save_file
+    from utils.artifacts import HEADER
+    assert distill(script, folders, ready, text, "--replace", replace)[0] == 0
+    header, tensors = read_tensors(ready / "ft.safetensors", "patch")
+    header |= {key: value for key, value in change.items() if key in header}
+    tensors |= {key: value for key, value in change.items() if key not in header}
+    save_file({key: value for key, value in tensors.items() if value is not None}, ready / "ft.safetensors",
+              {HEADER: json.dumps(header)})
+    code, _, err = script("eval_ppl", "--model", folders("llama"), "--patch", f"net={ready}/ft.safetensors",
+                          "--datasets", text, "--seq-len", 32, "--out", ready / "ppl.json")
+    assert code == 2 and "ft.safetensors" in err, err
+
+
+def test_a_shard_in_the_place_of_another_is_named_and_rewritten(script, folders, ready, text, monkeypatch):
+    import utils.teacher_cache as module
+    monkeypatch.setattr(module, "SHARD_WINDOWS", 6)
+    assert distill(script, folders, ready, text, "--mode", "offline")[0] == 0
+    shard, = (ready / "teacher_cache").glob("*/shard-00001.safetensors")
+    shard.write_bytes(shard.with_name("shard-00000.safetensors").read_bytes())
+    code, out, _ = distill(script, folders, ready, text, "--mode", "offline", out="again.safetensors")
+    assert code == 0 and f"{shard}: made for other inputs; rewriting it" in out
+    one, two = (read_tensors(ready / name, "patch")[1]["run0.weight"]
+                for name in ("ft.safetensors", "again.safetensors"))
+    assert torch.equal(one, two)
+
+
+def test_a_shard_that_goes_while_training_is_a_failure(script, folders, ready, text, monkeypatch):
+    import shutil
+    import utils.teacher_cache as module
+    from distill import Trainer
+    monkeypatch.setattr(module, "SHARD_WINDOWS", 5)
+    update = Trainer.update
+    monkeypatch.setattr(Trainer, "update", lambda self, steps: (
+        shutil.rmtree(ready / "teacher_cache", ignore_errors=True), update(self, steps))[1])
+    assert distill(script, folders, ready, text, "--mode", "offline")[0] == 1
+
+
+def test_outputs_below_a_file_are_refused_before_any_work(script, folders, ready, text):
+    for flags in (("--cache", text), ("--cache", text / "a" / "b"), ("--save-model", text / "m")):
+        code, _, err = distill(script, folders, ready, text, "--mode", "offline", *flags)
+        assert code == 2 and f"{text} is no folder" in err, err
+    code, _, err = distill(script, folders, ready, text, out=text / "ft.safetensors")
+    assert code == 2 and f"{text} is no folder" in err and not list(ready.glob("ft*"))
+
+
+def test_the_patch_is_the_last_file_that_is_written(script, folders, ready, text, monkeypatch):
+    def fail(*args):
+        raise OSError(errno.ENOSPC, "No space left on device", "curve.png")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("distill.write_curve", fail)
+        assert distill(script, folders, ready, text)[0] == 1 and not (ready / "ft.safetensors").exists()
+    code, out, _ = distill(script, folders, ready, text)
+    assert code == 0 and "going on from step 12" in out and (ready / "ft.curve.png").is_file()
+
+
+def test_a_model_whose_config_calls_its_activation_otherwise(script, ready, text, tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+    from tests.tiny import save
+    torch.manual_seed(0)
+    folder = save(GPT2LMHeadModel(GPT2Config(vocab_size=128, n_positions=64, n_embd=64, n_layer=4, n_head=4,
+                                             bos_token_id=1, eos_token_id=2)), tmp_path / "gpt2")
+    script("prune", "--model", folder, "--layers", "2", "--out", ready / "s.json")
+    script("calibrate", "--model", folder, "--selection", ready / "s.json", "--calib-data", text, "--calib-samples", 4,
+           "--seq-len", 32, "--out", ready / "g.safetensors")
+    command = ("--model", folder, "--patch", ready / "g.safetensors", "--train-data", text, *TRAIN, "--out")
+    code, _, err = script("distill", *command, ready / "ft.safetensors")
+    assert code == 0, err
+    code, _, err = script("distill", *command, ready / "b.safetensors", "--replace", "ffn")
+    assert code == 2 and "states no intermediate_size" in err

@@ -132,6 +132,80 @@ def test_no_subject_file_writes_nothing(script, char_folder, tmp_path):
     assert not (tmp_path / "m.json").exists()
 
 
+def joined(folder, test):
+    """MMLU in the joined layout: good examples, and the bytes of test.jsonl.gz."""
+    import gzip
+    row = {"subject": "anatomy", "question": "q", "choices": list("abcd"), "answer": 1}
+    (folder / "mmlu").mkdir()
+    (folder / "mmlu" / "dev.jsonl.gz").write_bytes(gzip.compress(json.dumps(row).encode()))
+    (folder / "mmlu" / "test.jsonl.gz").write_bytes(test(gzip.compress, row))
+
+
+@pytest.mark.parametrize("test", [
+    lambda pack, row: bytes(b ^ 0x55 if i == 14 else b for i, b in enumerate(pack(json.dumps(row).encode()))),
+    lambda pack, row: pack(json.dumps(row).encode())[:-9], lambda pack, row: pack(b"[" * 100000),
+    lambda pack, row: pack(json.dumps({**row, "question": "\ud800"}).encode()),
+    lambda pack, row: pack(json.dumps({**row, "choices": ["a", "b", "c", "\udfff"]}).encode())],
+    ids=["flipped", "cut", "deep", "half of a pair", "half of a pair in an option"])
+def test_damaged_joined_files_are_named(tmp_path, test):
+    joined(tmp_path, test)
+    with pytest.raises(UserError, match="test.jsonl.gz.*line 1"):
+        load_subjects(["anatomy"], tmp_path)
+
+
+def test_a_question_too_long_in_the_last_subject_is_said_before_any_work(script, char_folder, tmp_path):
+    write_subject(tmp_path, "anatomy", questions(5), questions(3))
+    write_subject(tmp_path, "virology", questions(5), [Question("x" * 2000, tuple("abcd"), 0)])
+    code, _, err = script("eval_mmlu", "--model", char_folder, "--subjects", "anatomy", "virology", "--data-dir",
+                          tmp_path, "--out", tmp_path / "m.json")
+    assert code == 2 and "virology, question 0" in err and not (tmp_path / "m.json").exists()
+
+
+@pytest.mark.parametrize("change", [{"predicted": None}, {"n": None}, {"n": 0}, {"n": "x"}, {"category": None},
+                                    {"accuracy": 7.5}, {"items": "01"}, {"stderr": "x"}, {"predicted": {}}])
+def test_damaged_rows_are_refused_and_stay(script, char_folder, tmp_path, change):
+    write_subject(tmp_path, "anatomy", questions(5), questions(3))
+    command = ("--model", char_folder, "--subjects", "anatomy", "--data-dir", tmp_path, "--out", tmp_path / "m.json")
+    assert script("eval_mmlu", *command)[0] == 0
+    content = json.loads((tmp_path / "m.json").read_text())
+    row = {key: value for key, value in {**content["results"][0], **change}.items() if value is not None}
+    (tmp_path / "m.json").write_text(json.dumps({**content, "results": [row]}))
+    before = (tmp_path / "m.json").read_bytes()
+    code, _, err = script("eval_mmlu", *command)
+    assert code == 2 and "damaged" in err and (tmp_path / "m.json").read_bytes() == before
+    assert script("eval_mmlu", *command, "--force")[0] == 0
+
+
+def test_force_with_add_keeps_the_rows_of_other_subjects(script, char_folder, tmp_path):
+    for subject in ("anatomy", "virology"):
+        write_subject(tmp_path, subject, questions(5), questions(3))
+        code, out, err = script("eval_mmlu", "--model", char_folder, "--subjects", subject, "--data-dir", tmp_path,
+                                "--out", tmp_path / "m.json", "--add", "--force")
+        assert code == 0, err
+    rows = json.loads((tmp_path / "m.json").read_text())["results"]
+    assert [row["subject"] for row in rows] == ["anatomy", "virology"]
+
+
+def test_add_never_drops_the_rows_of_another_model(script, char_folder, tmp_path):
+    write_subject(tmp_path, "anatomy", questions(5), questions(3))
+    other = save(tiny(vocab_size=128, max_position_embeddings=1024, seed=1), tmp_path / "other", char_tokenizer())
+    command = ("--subjects", "anatomy", "--data-dir", tmp_path, "--out", tmp_path / "m.json", "--add")
+    assert script("eval_mmlu", "--model", other, *command)[0] == 0
+    before = (tmp_path / "m.json").read_bytes()
+    code, _, err = script("eval_mmlu", "--model", char_folder, *command)
+    assert code == 2 and "made for another model" in err and (tmp_path / "m.json").read_bytes() == before
+
+
+def test_a_tokenizer_that_drops_the_letters_has_no_answers():
+    from tokenizers.models import BPE
+    with pytest.raises(UserError, match="not distinct"):
+        answer_tokens(PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE({"x": 0}, []))), "bare")
+
+
+def test_one_question_is_no_collapse():
+    assert summarise([subject_row("v", "anatomy", questions(1), [0])])[0]["collapsed"] is False
+
+
 def test_57_subjects_in_four_categories():
     assert len(SUBJECTS) == 57 and {c: len(s.split()) for c, s in CATEGORIES.items()} == {
         "stem": 18, "humanities": 13, "social_sciences": 12, "other": 14}

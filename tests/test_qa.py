@@ -250,3 +250,96 @@ def test_rows_of_another_tokenizer_are_not_reused(script, folders, tmp_path):
     assert script("eval_qa", "--model", folders("llama"), *command)[0] == 0
     code, out, err = script("eval_qa", "--model", other, *command)
     assert code == 0 and "reused" not in out, err
+
+
+COPA = [{"premise": f"w{i}.", "choice1": "w2.", "choice2": "w3.", "question": "effect", "idx": i, "label": i % 2}
+        for i in range(4)]
+BOOLQ = [{"question": f"w{i}", "passage": "w3 w4", "label": i % 2} for i in range(4)]
+
+
+def packed(rows):
+    return gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode(), mtime=0)
+
+
+@pytest.mark.parametrize("task, content", [
+    ("copa", b""), ("copa", b'{"premise": "w1'), ("copa", b"\xff\xfe"), ("copa", b'{"a": 1}'),
+    ("copa", json.dumps({**COPA[0], "choice1": None}).encode()),
+    ("copa", json.dumps({**COPA[0], "label": -1}).encode()),
+    ("copa", json.dumps({**COPA[0], "label": None}).encode()), ("boolq", packed(BOOLQ)[:-9]), ("boolq", b"x"),
+    ("boolq", bytes(b ^ 0x55 if i == 30 else b for i, b in enumerate(packed(BOOLQ)))),
+    ("boolq", packed([{**BOOLQ[0], "label": 5}]))])
+def test_damaged_local_files_are_named(script, folders, tmp_path, monkeypatch, task, content):
+    import datasets
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    path = tmp_path / LOCAL_FILES[task][1]
+    path.parent.mkdir()
+    path.write_bytes(content)
+    code, _, err = script("eval_qa", "--model", folders("llama"), "--tasks", task, "--data-dir", tmp_path, "--out",
+                          tmp_path / "qa.json")
+    assert code == 2 and f"error: --tasks {task}: " in err and not (tmp_path / "qa.json").exists(), err
+
+
+def test_a_folder_called_as_a_task_is_no_task_file(tmp_path, monkeypatch):
+    (tmp_path / "copa").mkdir()
+    (tmp_path / "copa" / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in COPA))
+    monkeypatch.chdir(tmp_path)
+    assert load_tasks(["copa"], HarnessModel(tok_nobos()), ".")[0].name == "copa"
+
+
+def test_dates_and_halves_of_surrogate_pairs_in_a_task_file(tmp_path):
+    row = {"context": "2020-01-01T00:00:00Z", "choices": ["2020-01-01", "2020-01-02"], "gold": 0}
+    qa, = load_tasks([task_file(tmp_path, [row])], HarnessModel(tok_nobos()))
+    assert qa.texts[0][0] == (row["context"], " 2020-01-01")
+    with pytest.raises(UserError, match="line 1"):
+        load_tasks([task_file(tmp_path, [{**row, "context": "\ud800"}], "b.jsonl")], HarnessModel(tok_nobos()))
+
+
+def test_log_samples_loses_neither_files_nor_rows(script, folders, tmp_path):
+    mine, other = task_file(tmp_path, rows_of(4)), task_file(tmp_path, rows_of(4, 1), "other.jsonl")
+    command, before = ("--model", folders("llama"), "--out", tmp_path / "qa.json"), mine.read_bytes()
+    code, _, err = script("eval_qa", *command, "--tasks", mine, "--log-samples", mine, "--force")
+    assert code == 2 and "not written by this script" in err and mine.read_bytes() == before
+    for task in (mine, other):
+        code, _, err = script("eval_qa", *command, "--tasks", task, "--add", "--log-samples", tmp_path / "log.jsonl")
+        assert code == 0, err
+    assert [row["task"] for row in json.loads((tmp_path / "qa.json").read_text())["results"]] == [mine.name, other.name]
+    (tmp_path / "qa.json").write_text("{}")
+    code, _, err = script("eval_qa", *command, "--tasks", mine, "--log-samples", tmp_path / "log.jsonl")
+    assert code == 2 and (tmp_path / "qa.json").read_text() == "{}"
+
+
+def test_a_dense_reference_over_other_items_or_in_the_file_to_be_written_is_refused(script, folders, tmp_path):
+    path, dense = task_file(tmp_path, rows_of(9)), tmp_path / "dense.json"
+    command = ("--model", folders("llama"), "--tasks", path, "--out")
+    assert script("eval_qa", *command, dense, "--limit", 5)[0] == 0
+    code, _, err = script("eval_qa", *command, tmp_path / "qa.json", "--dense", dense)
+    assert code == 2 and "other items" in err and not (tmp_path / "qa.json").exists()
+    code, _, err = script("eval_qa", *command, dense, "--dense", dense, "--limit", 5)
+    assert code == 2 and "would overwrite --dense" in err
+    assert script("eval_qa", *command, tmp_path / "qa.json", "--dense", dense, "--limit", 5)[0] == 0
+
+
+@pytest.mark.parametrize("about", ["{", "[]", '{"base_model": 3}', "\xff"])
+def test_a_damaged_account_of_a_saved_folder_is_no_origin(script, folders, tmp_path, about):
+    import shutil
+    path = task_file(tmp_path, rows_of(4))
+    command = ("--tasks", path, "--out", tmp_path / "qa.json")
+    assert script("eval_qa", "--model", folders("no-ops"), *command)[0] == 0
+    shutil.copytree(folders("llama"), tmp_path / "m")
+    (tmp_path / "m" / "linearpatch.json").write_bytes(about.encode("latin-1"))
+    code, _, err = script("eval_qa", "--model", tmp_path / "m", "--tasks", path, "--dense", tmp_path / "qa.json",
+                          "--out", tmp_path / "b.json")
+    assert code == 2 and "made for another model" in err, err
+
+
+@pytest.mark.parametrize("change", [{"n": None}, {"acc_norm_items": "01"}, {"acc_items": None}, {"value": 3},
+                                    {"metric": "foo"}, {"acc_norm_stderr": "x"}, {"predictions": []}])
+def test_damaged_rows_are_refused_and_stay(script, folders, tmp_path, change):
+    command = ("--model", folders("llama"), "--tasks", task_file(tmp_path, rows_of(4)), "--out", tmp_path / "qa.json")
+    assert script("eval_qa", *command)[0] == 0
+    content = json.loads((tmp_path / "qa.json").read_text())
+    row = {key: value for key, value in {**content["results"][0], **change}.items() if value is not None}
+    (tmp_path / "qa.json").write_text(json.dumps({**content, "results": [row]}))
+    before = (tmp_path / "qa.json").read_bytes()
+    code, _, err = script("eval_qa", *command)
+    assert code == 2 and "damaged" in err and (tmp_path / "qa.json").read_bytes() == before

@@ -123,12 +123,12 @@ def read_tensors(path, kind):
 
 
 def read_entry(path, place):
-    """{name: tensor[place]} of a safetensors artifact, read without the rest of it; checks nothing."""
+    """{name: tensor[place]} of a safetensors artifact that has been checked, read without the rest of it."""
     try:
         with safe_open(str(path), framework="pt") as file:
             return {name: file.get_slice(name)[place] for name in file.keys()}
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: cannot be read any more ({str(error).splitlines()[0]})") from None
+        raise WorkError(f"{path}: cannot be read any more ({str(error).splitlines()[0]})") from None
 
 
 def kind_of(path):

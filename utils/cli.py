@@ -1,6 +1,7 @@
 """Flags that all scripts share, and the frame in which a script runs: exit code 0 done, 2 wrong input, 1 failure."""
 
 import argparse
+import math
 import os
 import random
 import re
@@ -92,6 +93,21 @@ def non_negative(text):
     return value
 
 
+def amount(text):
+    """argparse type: a finite number of at least 0."""
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a finite number of at least 0, got {value}")
+    return value
+
+
+def above_zero(text):
+    """argparse type: a finite number above 0."""
+    if not (value := amount(text)):
+        raise argparse.ArgumentTypeError("must be above 0")
+    return value
+
+
 def seed(text):
     """argparse type: an integer that every generator takes."""
     value = int(text)
@@ -100,11 +116,12 @@ def seed(text):
     return value
 
 
-def check_outputs(args, **suffixes):
-    """Refuse before any work what would lose a file: outputs of another kind, or that overwrite one another.
+def check_outputs(args, reads=(), beside=(), **suffixes):
+    """Refuse before any work what would lose a file: outputs of another kind, over one another or over an input.
 
-    suffixes: flag=ending for each output file. --save-model must be absent, empty or written by this project, and
-    hold neither the model that is read nor any other output. Raises UserError.
+    suffixes: flag=ending for each output file; beside: endings of what is written beside --out; reads: flags of files
+    that are read. --save-model must be absent, empty or written by this project, and hold neither the model that is
+    read nor any other output. Raises UserError.
     """
     paths = {}
     for flag, suffix in suffixes.items():
@@ -116,12 +133,19 @@ def check_outputs(args, **suffixes):
             raise UserError(f"{name}: the file's name must end in {suffix}")
         if path.is_dir():
             raise UserError(f"{name}: is a folder")
+        check_parent(path, name)
         if path.resolve() in paths:
             raise UserError(f"{name}: is also named by {paths[path.resolve()]}")
         paths[path.resolve()] = f"--{flag.replace('_', '-')}"
+    written = {**paths, **{args.out.with_suffix(ending).resolve(): "--out" for ending in beside}}
+    for flag in reads:
+        path = getattr(args, flag)
+        if path is not None and path.resolve() in written:
+            raise UserError(f"{written[path.resolve()]}: would overwrite --{flag} {path}; choose another name")
     folder = getattr(args, "save_model", None)
     if folder is None:
         return
+    check_parent(folder, f"--save-model {folder}")
     if folder.is_symlink() or folder.is_file():
         raise UserError(f"--save-model {folder}: is a {'link' if folder.is_symlink() else 'file'}; name a folder")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "linearpatch.json").is_file():
@@ -132,6 +156,13 @@ def check_outputs(args, **suffixes):
         inside.append(args.model)
     if inside:
         raise UserError(f"--save-model {folder}: would replace {inside[0]}; choose another folder")
+
+
+def check_parent(path, name):
+    """Raise UserError where the folder of an output cannot be made."""
+    first = next(parent for parent in path.absolute().parents if parent.exists())
+    if not first.is_dir():
+        raise UserError(f"{name}: {first} is no folder")
 
 
 def parse_layers(text):

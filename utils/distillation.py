@@ -5,6 +5,8 @@ teacher goes on through the removed layers, the student through the patches; onl
 are formed for the student.
 """
 
+import re
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -127,8 +129,10 @@ class TrainablePatch(nn.Module):
 
     def __init__(self, weight, parametrisation, order="released", seed=0):
         super().__init__()
-        self.kind, _, rank = parametrisation.partition(":")
         size = len(weight)
+        self.kind, rank = parametrisation, 0
+        if found := re.fullmatch("(low-rank):([1-9][0-9]{0,5})", parametrisation):
+            self.kind, rank = found[1], int(found[2])
         full = torch.diag(weight) if weight.ndim == 1 else weight
         self.turn = rotation(size, order=order) if self.kind == "diagonal-hadamard" else None
         if self.kind in ("full", "symmetric"):
@@ -138,11 +142,11 @@ class TrainablePatch(nn.Module):
             self.weight = nn.Parameter((dense.T @ full.double() @ dense).diagonal().float().clone())
         elif self.kind == "diagonal":
             self.weight = nn.Parameter(full.diagonal().float().clone())
-        elif self.kind == "low-rank" and rank.isdigit() and 0 < int(rank) <= size:
+        elif self.kind == "low-rank" and 0 < rank <= size:
             generator = torch.Generator().manual_seed(seed)
             self.register_buffer("start", full.float().clone())
-            self.left = nn.Parameter(torch.zeros(size, int(rank)))
-            self.right = nn.Parameter(torch.randn(int(rank), size, generator=generator) / size**0.5)
+            self.left = nn.Parameter(torch.zeros(size, rank))
+            self.right = nn.Parameter(torch.randn(rank, size, generator=generator) / size**0.5)
         else:
             raise UserError(f"--trainable {parametrisation}: expected one of {', '.join(PARAMETRISATIONS)}")
 

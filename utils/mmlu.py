@@ -4,13 +4,14 @@ import csv
 import gzip
 import hashlib
 import json
+import zlib
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from utils.errors import UserError
 from utils.scoring import Request
-from utils.texts import hub_file
+from utils.texts import hub_file, is_text
 from utils.tokens import tokenise
 
 LETTERS = "ABCD"
@@ -96,16 +97,16 @@ def _jsonl_rows(path):
             for number, line in enumerate(file, 1):
                 if line.strip():
                     rows.append(_checked(json.loads(line), f"{path}, line {number}"))
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         raise UserError(f"{path}: line {len(rows) + 1} or later is not readable ({str(error)[:80]})") from None
     return rows
 
 
 def _checked(row, place):
     """A row of the joined form, with its four options and an answer from 0 to 3."""
-    fits = isinstance(row, dict) and isinstance(row.get("question"), str) and isinstance(row.get("subject"), str) and (
+    fits = isinstance(row, dict) and is_text(row.get("question")) and isinstance(row.get("subject"), str) and (
         isinstance(row.get("choices"), list) and len(row["choices"]) == 4
-        and all(isinstance(c, str) for c in row["choices"])
+        and all(is_text(c) for c in row["choices"])
         and type(row.get("answer")) is int and 0 <= row["answer"] <= 3)
     if not fits:
         raise UserError(f"{place}: expected subject, question, four choices and an answer from 0 to 3")
@@ -150,7 +151,7 @@ def answer_tokens(tokenizer, convention):
     """Token ids of the four answers. 'bare': last id of tokenizer("A"), as in the authors' code; 'spaced': the id that
     follows "Answer:" in "Answer: A", as in the examples. Raises UserError unless they are four distinct tokens."""
     if convention == "bare":
-        ids = [tokenise(letter, tokenizer)[-1] for letter in LETTERS]
+        ids = [(tokenise(letter, tokenizer) or [None])[-1] for letter in LETTERS]
     else:
         head = tokenizer("Answer:", add_special_tokens=False).input_ids
         ids = []
@@ -212,7 +213,7 @@ def summarise(rows):
             part = [row for row in mine if row["category"] == category]
             if part:
                 entry[category] = _micro(part)
-        entry["collapsed"] = max(letters.values()) > 0.95 * n
+        entry["collapsed"] = n > 1 and max(letters.values()) > 0.95 * n  # one question says nothing
         result.append(entry)
     return result
 

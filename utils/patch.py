@@ -92,6 +92,9 @@ def read_patch(path, source, name=None, decoder=None):
         raise UserError(f"{path}: scaling {header['scaling']} is unknown here")
     if header.get("hadamard_order", "released") not in ("released", "paper"):
         raise UserError(f"{path}: hadamard_order {header['hadamard_order']} is unknown here")
+    for field, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise UserError(f"{path}: {field} has non-finite entries")
     patches = {}
     for index, (start, end) in enumerate(runs_of(removed)):
         prefix = f"run{index}."
@@ -101,17 +104,30 @@ def read_patch(path, source, name=None, decoder=None):
             if field in own and tuple(own[field].shape) not in shapes:
                 raise UserError(f"{path}: run{index}.{field} has shape {list(own[field].shape)}, "
                                 f"the model's hidden size is {hidden_size}")
-        if "ffn.gate" in own:
-            patches[end] = SwiGLU(own["ffn.gate"], own["ffn.up"], own["ffn.down"], header["activation"])
-        elif any(key.startswith("layer.") for key in own):
-            state = {key.removeprefix("layer."): value for key, value in own.items()}
-            patches[end] = ReplacementLayer.from_state(decoder(), start, state)
+        if any(key.startswith(("ffn.", "layer.")) for key in own):
+            patches[end] = _network(own, header, start, hidden_size, decoder, f"{path}: run {index}")
         elif "weight" in own or "d" in own:
             patches[end] = patch_module(header.get("scaling"), own.get("d"), own.get("weight"),
                                         header.get("hadamard_order", "released"))
         else:
             raise UserError(f"{path}: has no tensor for run {index}, [{start}, {end})")
     return Variant(name or str(path), removed, patches, header)
+
+
+def _network(own, header, start, hidden_size, decoder, place):
+    """The replacement network of a run from its tensors. Raises UserError where they do not fit the model."""
+    try:
+        if any(key.startswith("layer.") for key in own):
+            state = {key.removeprefix("layer."): value for key, value in own.items()}
+            return ReplacementLayer.from_state(decoder(), start, state)
+        gate, up, down = (own[f"ffn.{name}"] for name in ("gate", "up", "down"))
+        if not gate.shape == up.shape == down.T.shape == (len(gate), hidden_size):
+            raise UserError(f"{place}: its network has shapes {[list(t.shape) for t in (gate, up, down)]}, the model's "
+                            f"hidden size is {hidden_size}")
+        return SwiGLU(gate, up, down, header["activation"])
+    except (KeyError, RuntimeError, TypeError) as error:
+        reason = str(error).strip().splitlines()[-1].strip()[:120]
+        raise UserError(f"{place}: its network does not fit the model ({reason})") from None
 
 
 def checked_layers(content, num_layers, path):

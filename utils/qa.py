@@ -22,6 +22,7 @@ from lm_eval.tasks import TaskManager
 from utils.cli import subset
 from utils.errors import UserError, WorkError
 from utils.scoring import Request
+from utils.texts import is_text
 
 # The nine tasks of the paper and the metric that its tables print.
 PAPER_TASKS = {"arc_challenge": "acc_norm", "arc_easy": "acc_norm", "boolq": "acc", "hellaswag": "acc_norm",
@@ -64,7 +65,8 @@ class QaTask:
     @property
     def content_sha1(self):
         """Hex sha1 over the prompts, the items' numbers and their answers: what results depend on."""
-        answers = [str(self.task.doc_to_target(self.task.eval_docs[item])) for item in self.items]
+        docs = self.task.eval_docs
+        answers = [str(self.task.doc_to_target(docs[item])) for item in self.items]
         return hashlib.sha1(json.dumps([self.prompt_sha1, self.items, answers]).encode()).hexdigest()
 
 
@@ -136,20 +138,25 @@ def load_tasks(names, model, data_dir=None, limit=None, seed=0):
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.CRITICAL)
     wanted = [each for name in names for each in (PAPER_TASKS if name == "all" else [name])]
     configs = {name: _config(name, data_dir) for name in dict.fromkeys(wanted)}
     found, seen = [], {}
     for name, config in configs.items():
         try:
-            tasks = _build(name, config)
-        except (OSError, ValueError, ConnectionError, RuntimeError) as error:
-            raise UserError(f"--tasks {name}: its data set cannot be had ({str(error).splitlines()[0][:120]});\n"
-                            'give --data-dir (see README, section "Data")') from None
-        for task_name, task in tasks.items():
-            if task_name in seen:
-                raise UserError(f"--tasks: {seen[task_name]} and {name} are both called {task_name}; rename one")
-            seen[task_name] = name
-            found.append(_prepare(task_name, task, model, config, limit, seed))
+            for task_name, task in _build(name, config).items():
+                if task_name in seen:
+                    raise UserError(f"--tasks: {seen[task_name]} and {name} are both called {task_name}; rename one")
+                seen[task_name] = name
+                found.append(_prepare(task_name, task, model, config, limit, seed))
+        except (UserError, MemoryError):
+            raise
+        except Exception as error:  # over damaged data, `datasets` and the tasks' own code raise errors of many kinds
+            cause = error.__cause__ or error
+            reason = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0][:120]}"
+            remedy = "give --data-dir" if isinstance(config, str) else f"check {_source(config)}"
+            raise UserError(f"--tasks {name}: its data set cannot be had or read ({reason});\n"
+                            f'{remedy} (see README, section "Data")') from None
     return found
 
 
@@ -173,7 +180,7 @@ def _build(name, config):
 def _config(name, data_dir):
     """What the harness loads: a name, or a definition whose data come from a local file."""
     path = Path(name)
-    if path.suffix or path.exists():
+    if path.suffix or path.is_file():
         return _file_task(path)
     if data_dir is None:
         return name
@@ -197,7 +204,7 @@ def _file_task(path):
         raise UserError(f"--tasks {path}: no such file")
     if set(path.name) & set("*?["):
         raise UserError(f"--tasks {path}: rename the file; its name reads as a pattern")
-    count = 0
+    rows = []
     try:
         lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
@@ -207,27 +214,38 @@ def _file_task(path):
             continue
         try:
             row = json.loads(line)
-            fits = (isinstance(row["context"], str) and isinstance(row["choices"], list) and len(row["choices"]) > 1
-                    and all(isinstance(c, str) and c.strip() for c in row["choices"])
+            fits = (is_text(row["context"]) and isinstance(row["choices"], list) and len(row["choices"]) > 1
+                    and all(is_text(c) and c.strip() for c in row["choices"])
                     and type(row["gold"]) is int and 0 <= row["gold"] < len(row["choices"]))
         except (ValueError, KeyError, TypeError, RecursionError):
             fits = False
         if not fits:
             raise UserError(f'{path}, line {number}: expected {{"context": text, "choices": [two or more texts], '
                             '"gold": index}}')
-        count += 1
-    if not count:
+        rows.append({field: row[field] for field in ("context", "choices", "gold")})
+    if not rows:
         raise UserError(f"{path}: holds no items")
     metrics = [{"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in ("acc", "acc_norm")]
+    # as they are: the json reader of `datasets` would turn texts that look like dates into dates
     return {"task": path.name, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(path)}},
-            "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "context",
+            "custom_dataset": lambda **_: {"test": datasets.Dataset.from_list(rows)}, "test_split": "test",
+            "output_type": "multiple_choice", "doc_to_text": "context",
             "doc_to_choice": "choices", "doc_to_target": "gold", "metric_list": metrics, "metadata": {"version": 1.0}}
+
+
+def _source(config):
+    """The local file that a task's items come from."""
+    return next(iter(config["dataset_kwargs"]["data_files"].values()))
 
 
 def _prepare(name, task, model, config, limit, seed):
     if task.OUTPUT_TYPE not in SCORED:
         raise UserError(f"--tasks {name}: is a {task.OUTPUT_TYPE} task; only {' and '.join(SCORED)} ones are supported")
-    items = subset(range(len(task.eval_docs)), limit, seed)
+    docs = task.eval_docs  # once: it processes the whole split each time
+    items = subset(range(len(docs)), limit, seed)
+    for item in items if task.OUTPUT_TYPE == "multiple_choice" else ():
+        if not _gold_fits(task, docs[item]):
+            raise UserError(f"--tasks {name}: the answer of item {item} is none of its choices")
     task.build_all_requests(samples=items)
     by_item = {}
     for instance in sorted(task.instances, key=lambda i: (i.doc_id, i.idx)):
@@ -239,8 +257,16 @@ def _prepare(name, task, model, config, limit, seed):
             if not request.context or not request.continuation:
                 raise UserError(f"--tasks {name}: item {item} has a context or a choice that encodes to no tokens")
     texts = [[instance.args for instance in group] for group in by_item.values()]
-    source = next(iter(config["dataset_kwargs"]["data_files"].values())) if isinstance(config, dict) else "hub"
-    return QaTask(name, task, items, groups, texts, Path(source).name)
+    return QaTask(name, task, items, groups, texts, Path(_source(config)).name if isinstance(config, dict) else "hub")
+
+
+def _gold_fits(task, doc):
+    """Whether an item's answer is one of its choices: the harness counts any other as wrong, without a word."""
+    if doc.get("label", 0) in (None, -1, "-1", ""):  # as data sets say that it is kept secret
+        return False
+    gold, choices = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc), task.doc_to_choice(doc)
+    return all(0 <= one < len(choices) if isinstance(one, int) else one in choices
+               for one in (gold if isinstance(gold, list) else [gold]))
 
 
 def harness_results(qa, model, values, greedy):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
+from utils.errors import UserError
 from utils.modeling_linearpatch import align_tensors
 
 
@@ -23,6 +24,9 @@ class SwiGLU(nn.Module):
     @classmethod
     def random(cls, config, seed):
         """Random initialisation with the model's own standard deviation."""
+        for field in ("initializer_range", "hidden_size", "intermediate_size"):
+            if not isinstance(getattr(config, field, None), (int, float)):
+                raise UserError(f"--replace ffn: the model's config states no {field}")
         generator = torch.Generator().manual_seed(seed)
         std, size, inner = config.initializer_range, config.hidden_size, config.intermediate_size
         gate, up, down = (torch.randn(shape, generator=generator) * std
@@ -68,4 +72,8 @@ class ReplacementLayer(nn.Module):
 
 def activation_of(config):
     """The name of the MLP's activation in a transformers config."""
-    return getattr(config, "hidden_act", None) or config.hidden_activation
+    names = (getattr(config, field, None) for field in ("hidden_act", "hidden_activation", "activation_function"))
+    found = next((name for name in names if name in ACT2FN), None)
+    if found is None:
+        raise UserError("--replace ffn: the model's config states no activation that is known here")
+    return found

@@ -85,7 +85,8 @@ class TeacherCache:
         # uint16 has no isfinite and no view in older readers: its bytes go as int16
         if tensors["index"].dtype == torch.uint16:
             tensors["index"] = tensors["index"].view(torch.int16)
-        write_tensors(self.path(shard), "teacher", tensors, {"recipe": self.recipe, "sha256": _digest(tensors)})
+        write_tensors(self.path(shard), "teacher", tensors, {"recipe": self.recipe, "windows": self.shards[shard],
+                                                               "sha256": _digest(tensors)})
 
     def window(self, number):
         """(log-probabilities float32 [T, K], indices int64 [T, K], states [T, C] or None) of one window.
@@ -104,7 +105,9 @@ class TeacherCache:
 
     def _read(self, shard):
         header, tensors = read_tensors(self.path(shard), "teacher")
-        if recipe_difference(header.get("recipe", {}), self.recipe):
+        windows = header.get("windows", self.shards[shard])  # of this folder, but of another shard
+        if recipe_difference(header["recipe"], self.recipe) or list(windows) != list(self.shards[shard]) or (
+                any(len(tensor) != windows[1] - windows[0] for tensor in tensors.values())):
             raise UserError(f"{self.path(shard)}: made for other inputs")
         if _digest(tensors) != header.get("sha256"):
             raise UserError(f"{self.path(shard)}: damaged")

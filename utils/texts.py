@@ -20,6 +20,7 @@ read from it and the network is never used; without one, single files are fetche
 import gzip
 import json
 import os
+import re
 import tempfile
 import zlib
 from dataclasses import dataclass
@@ -270,7 +271,7 @@ def _json(content, path, place):
         return json.loads(content)
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: {place} is not UTF-8 text (its byte {error.start})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: {place} is not JSON ({error})") from None
 
 
@@ -278,11 +279,14 @@ def _text_field(record, path, place):
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):
         raise UserError(f'{path}: {place} has no "text" field with a string in it')
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise UserError(f"{path}: {place} holds half of a surrogate pair, which is no text") from None
+    if not is_text(text):
+        raise UserError(f"{path}: {place} holds half of a surrogate pair, which is no text")
     return text
+
+
+def is_text(value):
+    """Whether `value` is a str without half of a surrogate pair: JSON can spell one, no tokenizer takes it."""
+    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
 
 
 def _parquet_column(path, column):
