@@ -151,6 +151,11 @@ class Trainer:
         if differing:
             print(f"{self.path}: made with another {differing}; starting anew")
             return
+        wanted = {f"{name}.{number}" for number in range(len(self.parameters))
+                  for name in ("parameter", "exp_avg", "exp_avg_sq", "step")} | {f"best.{name}" for name in self.best[1]}
+        if "best" not in header or set(tensors) != wanted:
+            print(f"{self.path}: is damaged; starting anew")
+            return
         with torch.no_grad():
             for number, parameter in enumerate(self.parameters):
                 parameter.copy_(tensors[f"parameter.{number}"])
@@ -272,6 +277,8 @@ def main():
     cli.check_parent(args.cache / "shard", f"--cache {args.cache}")
     if args.mode == "offline" and args.loss == "mse":
         raise UserError("--loss mse needs the states of the intact model; use --mode online")
+    if args.loss == "kl" and args.top_k == 1:
+        raise UserError("--top-k 1: one token renormalised is always certain, so the loss is 0; use --loss kl-tail")
     session = Session(args)
     variant = session.read_patch(args.patch)
     windows, held_out = session.calibration(), session.calibration(part="validation", samples=args.val_samples)

@@ -10,7 +10,7 @@ import torch
 
 from tests.conftest import ROOT
 from tests.tiny import FAMILIES, ids, tiny
-from utils.artifacts import read_header, read_tensors
+from utils.artifacts import read_header, read_tensors, write_tensors
 from utils import distillation
 from utils.distillation import Distiller, TrainablePatch, kl_top_k, kl_with_tail, teacher_targets
 from utils.errors import UserError
@@ -472,3 +472,21 @@ def test_a_model_whose_config_calls_its_activation_otherwise(script, ready, text
     assert code == 0, err
     code, _, err = script("distill", *command, ready / "b.safetensors", "--replace", "ffn")
     assert code == 2 and "states no intermediate_size" in err
+
+
+def test_a_damaged_checkpoint_is_said_and_not_used(script, folders, ready, text, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr("distill.write_curve", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            distill(script, folders, ready, text)
+    path = ready / "ft.checkpoint.safetensors"
+    header, tensors = read_tensors(path, "checkpoint")
+    write_tensors(path, "checkpoint", {name: t for name, t in tensors.items() if name != "exp_avg.0"}, header)
+    code, out, _ = distill(script, folders, ready, text)
+    assert code == 0 and "is damaged; starting anew" in out and "going on" not in out
+
+
+def test_a_renormalised_loss_on_one_token_is_refused(script, folders, ready, text):
+    code, _, err = distill(script, folders, ready, text, "--top-k", 1)
+    assert code == 2 and "--top-k 1" in err and not (ready / "ft.safetensors").exists()
+    assert distill(script, folders, ready, text, "--top-k", 1, "--loss", "kl-tail")[0] == 0
