@@ -17,7 +17,7 @@ from utils.artifacts import write_json
 from utils.errors import UserError
 from utils.render import Table, Text, html_page, markdown
 from utils.report import write_report
-from utils.verdicts import Cell, verdict
+from utils.verdicts import Cell, score_interval, verdict
 
 TARGETS = ["", *(f"table{number}" for number in range(1, 17) if number != 6), "metrics", "fig1", "fig2", "fig4",
            "overhead", "storage", "responses"]
@@ -117,6 +117,13 @@ def test_verdicts():
     assert verdict({"ptb": limited}, theirs, False) == "not comparable: first 4 of 98 windows"
     assert verdict({"wikitext2": inside}, theirs, True) == "not comparable: other model"
     assert verdict({"wikitext2": inside}, {}, False) == "no value of the paper"
+    assert verdict({"wikitext2": inside}, {"wikitext2": float("nan")}, False) == "no value of the paper"
+
+
+@pytest.mark.parametrize("share, n, low, high", [(0.0, 10, 0.0, 27.75), (0.5, 10, 23.66, 76.34), (1.0, 10, 72.25, 100),
+                                                 (0.5, 10000, 49.02, 50.98)])  # tabulated Wilson intervals
+def test_intervals_of_shares_stay_between_none_and_all(share, n, low, high):
+    assert score_interval(share, n) == pytest.approx((low, high), abs=0.01)
 
 
 def papers_own_run(folder, model, table, changes=()):
@@ -151,6 +158,14 @@ def test_a_run_with_the_papers_values_agrees(tmp_path, no_corpora):
     part = report.split("## Table 15")[1].split("\n## ")[0]
     assert part.count("| agrees |") == 7 and "differs" not in part and "| 35.68" in part and "| +0.00 |" in part
     assert "off in" not in report
+
+
+def test_a_table_of_another_model_names_every_column_once(tmp_path, no_corpora):
+    table = next(t for t in paper.TABLES if t.numbers == (15,))
+    folder = papers_own_run(tmp_path, "llama2-7b", table).rename(tmp_path / "mine")
+    part = write_report(folder).split("## Table 15")[1].split("\n## ")[0]
+    assert "| n | method | from | wikitext2 | c4 | ptb | ppl_avg | verdict |" in part
+    assert "not comparable: other model" in part
 
 
 def test_a_dense_model_that_is_off_taints_what_follows(tmp_path, no_corpora):

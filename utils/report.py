@@ -5,6 +5,7 @@ paper's, their difference and a verdict. What has not been run is left out.
 """
 
 import argparse
+import math
 import re
 from pathlib import Path
 
@@ -200,7 +201,7 @@ def section_table(run, table, off):
             at = 0 if row is paper.DENSE else depth
             theirs = paper.find(table, run.preset if run.in_paper else paper.STAND_IN, at, row) or {}
             wanted = ours if run.in_paper else [*ours, *(name for name in theirs if name in _columns(table, run))]
-            columns += [name for name in wanted if name not in columns]
+            columns += [name for name in dict.fromkeys(wanted) if name not in columns]
             body.append((n if at else 0, row.label, ours, theirs, depth))
             if run.in_paper:
                 notes += [f"the paper prints {column} {printed:.2f} for {row.label}; "
@@ -212,11 +213,12 @@ def section_table(run, table, off):
     for n, label, ours, theirs, depth in body:
         rows.append((n, label, "ours", *(str(ours[c]) if c in ours else "-" for c in columns), ""))
         if any(c in theirs for c in columns):
-            printed = [f"{theirs[c]:.2f}" if c in theirs else "-" for c in columns]
+            printed = [f"{theirs[c]:.2f}".replace("nan", "NaN") if c in theirs else "-" for c in columns]
             rows.append(("", "", paper_name(run, depth if n else None), *printed,
                          "" if run.in_paper else verdict(ours, theirs, True)))
             if run.in_paper:
-                changes = [f"{ours[c].value - theirs[c]:+.2f}" if c in ours and c in theirs else "-" for c in columns]
+                changes = [f"{ours[c].value - theirs[c]:+.2f}" if c in ours and math.isfinite(theirs.get(c, math.nan))
+                           else "-" for c in columns]
                 rows.append(("", "", "difference", *changes, verdict(ours, theirs, False)))
     blocks = [Heading(2, f"{table.name}: {table.title}")]
     if off and run.in_paper:
@@ -271,16 +273,17 @@ def section_rest(run, seen):
     return _perplexities(run, "Other variants", names) if names else []
 
 
-def section_other_evaluations(run, tables_shown):
-    """Question answering and MMLU of variants when no table of the paper was shown for them."""
+def section_other_evaluations(run, tables):
+    """Question answering and MMLU of variants that no table of the paper above has shown them for."""
     blocks = []
-    for kind, title, numbers in (("qa", "Question answering", (1, 14)), ("mmlu", "MMLU, five-shot", (16,))):
-        if not run.rows(kind) or numbers in tables_shown:
+    for kind, title in (("qa", "Question answering"), ("mmlu", "MMLU, five-shot")):
+        shown = {row.variant for table in tables if kind in table.kinds for row in (paper.DENSE, *table.rows)}
+        variants = dict.fromkeys(row["variant"] for row in run.rows(kind) if split_name(row["variant"])[0] not in shown)
+        if not variants:
             continue
-        variants = list(dict.fromkeys(row["variant"] for row in run.rows(kind)))
         found = {variant: cells(run, kind, variant) for variant in variants}
         columns = list(dict.fromkeys(name for own in found.values() for name in own))
-        blocks += [Heading(2, title), Table(("variant", *columns), tuple(
+        blocks += [Heading(2, title + (": other variants" if shown else "")), Table(("variant", *columns), tuple(
             (variant, *(str(own[c]) if c in own else "-" for c in columns)) for variant, own in found.items()))]
     return blocks
 
@@ -362,11 +365,11 @@ def blocks_of(run):
         blocks.append(Text(f"The dense model is off in {', '.join(off)}: check data, tokenizer and dtype before "
                            "reading on.", note=True))
     blocks += [*section_layers(run), *section_main(run)]
-    shown, seen = set(), {v for v in run.variants if split_name(v)[0] in MAIN and (split_name(v)[1] or v == "dense")}
+    shown, seen = [], {v for v in run.variants if split_name(v)[0] in MAIN and (split_name(v)[1] or v == "dense")}
     for table in paper.TABLES:
         part = section_table(run, table, off)
         if part:
-            shown.add(table.numbers)
+            shown.append(table)
             seen |= {v for v in run.variants if split_name(v)[0] in {row.variant for row in table.rows}}
             blocks += part
     metrics = section_metrics(run)

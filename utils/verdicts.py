@@ -56,25 +56,32 @@ def _perplexity_reason(row):
 
 
 def _qa_cells(run, variant):
-    found = {}
+    found, errors = {}, {}
     for row in run.rows("qa"):
         if row["variant"] == variant:
-            stderr, whole = row[row["metric"] + "_stderr"], paper.QUESTIONS.get(row["task"])
+            whole = paper.QUESTIONS.get(row["task"])
             reason = None if row["n"] == whole else f"{row['n']} of {whole} items" if whole else "other task"
-            value = 100 * row["value"]
-            found[row["task"]] = Cell(value, stderr and (value - 196 * stderr, value + 196 * stderr), reason)
+            found[row["task"]] = Cell(100 * row["value"], score_interval(row["value"], row["n"]), reason)
+            errors[row["task"]] = row[row["metric"] + "_stderr"] or 0.0
     for content in run.evaluations["qa"]:
         for entry in content["summary"]:
             if entry["variant"] == variant and all(task in found for task in entry["tasks"]):
-                parts = [found[task] for task in entry["tasks"]]
-                reason = next((part.reason for part in parts if part.reason), None)
+                reason = next((found[task].reason for task in entry["tasks"] if found[task].reason), None)
                 reason = reason or (None if set(entry["tasks"]) == set(paper.QUESTIONS) else "other tasks")
-                half = math.sqrt(sum((p.interval[1] - p.value) ** 2 for p in parts if p.interval)) / len(parts)
+                half = 196 * math.sqrt(sum(errors[task] ** 2 for task in entry["tasks"])) / len(entry["tasks"])
                 average = 100 * entry["average"]
                 found["qa_avg"] = Cell(average, (average - half, average + half), reason)
                 if entry["retained_performance"] is not None:
                     found["retained_performance"] = Cell(entry["retained_performance"], None, reason)
     return found
+
+
+def score_interval(share, n):
+    """95 % interval in per cent of a share of n items, Wilson's: inside [0, 100] however few they are."""
+    z = 1.96
+    middle = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    return 100 * max(middle - half, 0.0), 100 * min(middle + half, 1.0)
 
 
 def _mmlu_cells(run, variant):
@@ -88,9 +95,7 @@ def _mmlu_cells(run, variant):
                 if name in entry:
                     count = entry["n"] if name == "weighted_avg" else sum(
                         row["n"] for row in content["results"] if row["variant"] == variant and row["category"] == name)
-                    half = 196 * math.sqrt(entry[name] * (1 - entry[name]) / max(count - 1, 1))
-                    value = 100 * entry[name]
-                    found[column] = Cell(value, (value - half, value + half), reason)
+                    found[column] = Cell(100 * entry[name], score_interval(entry[name], count), reason)
     return found
 
 
@@ -98,7 +103,7 @@ def verdict(ours, theirs, other_model):
     """'agrees', 'differs: COLUMN ...' or 'not comparable: REASON' for the cells that both have."""
     if other_model:
         return "not comparable: other model"
-    shared = [name for name in ours if name in theirs]
+    shared = [name for name in ours if math.isfinite(theirs.get(name, math.nan))]
     reasons = list(dict.fromkeys(ours[name].reason for name in shared if ours[name].reason))
     judged = [name for name in shared if ours[name].interval and not ours[name].reason]
     differing = [name for name in judged if not ours[name].interval[0] <= theirs[name] <= ours[name].interval[1]]
