@@ -226,8 +226,9 @@ def train(args, trainer, train_targets, val_targets):
             for part in numbers.split(args.batch_size):
                 loss = trainer.distiller.student_loss(*train_targets.batch(part)) * (len(part) / len(numbers))
                 if not torch.isfinite(loss):
+                    kept = f" ({trainer.path} keeps the last good state)" if trainer.path.is_file() else ""
                     raise WorkError(f"step {trainer.step}: the loss is not finite; lower --lr or use --dtype float32"
-                                    + (f" ({trainer.path} keeps the last good state)" * trainer.path.is_file()))
+                                    f"{kept}")
                 loss.backward()
                 total += loss.item()
             rate = trainer.update(steps)

@@ -344,6 +344,8 @@ def section_protocol(run):
     for content in run.evaluations["mmlu"][:1]:
         lines.append(f"MMLU: five examples, answer tokens {content['answer_tokens']['convention']} "
                      f"{content['answer_tokens']['ids']}.")
+    if run.rows("qa") or run.rows("mmlu"):
+        lines.append("Intervals of accuracies: Wilson's; of their average: normal, from the standard errors.")
     dtypes = sorted({row["dtype"] for kind in ("ppl", "qa", "mmlu") for row in run.rows(kind) if "dtype" in row})
     if dtypes:
         lines.append(f"Model computed in {' and '.join(dtypes)}; statistics and patches in float32 or better.")
