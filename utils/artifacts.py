@@ -10,7 +10,6 @@ import json
 import math
 import os
 import platform
-import re
 import resource
 import subprocess
 import tempfile
@@ -131,8 +130,8 @@ def read_entry(path, place):
         raise WorkError(f"{path}: cannot be read any more ({str(error).splitlines()[0]})") from None
 
 
-def kind_of(path):
-    """'patch', 'stats', 'selection', ... of an artifact of this project; None for any other file."""
+def content_of(path):
+    """The JSON of an artifact of any kind, or None for a file of others. Raises UserError on a damaged one."""
     try:
         if Path(path).suffix == ".safetensors":
             with safe_open(str(path), framework="pt") as file:
@@ -140,9 +139,18 @@ def kind_of(path):
         else:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (SafetensorError, OSError, ValueError, RecursionError):
+        raise UserError(f"{path}: cannot be read; remove it, or run what wrote it again") from None
+    fits = isinstance(content, dict) and str(content.get("format", "")).startswith("linearpatch/")
+    return content if fits else None
+
+
+def kind_of(path):
+    """'patch', 'stats', 'selection', ... of an artifact; None for any other file and for a damaged one."""
+    try:
+        content = content_of(path)
+    except UserError:
         return None
-    found = re.match(r"linearpatch/(\w+)@", str(content.get("format"))) if isinstance(content, dict) else None
-    return found and found[1]
+    return content and content["format"].removeprefix("linearpatch/").partition("@")[0]
 
 
 def _open_tensors(path, kind, names_only):

@@ -3,14 +3,11 @@
 Files of other kinds are passed over, damaged ones raise UserError with their path.
 """
 
-import json
 from functools import cached_property
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from utils import paper
-from utils.artifacts import HEADER, read_header, read_json
+from utils.artifacts import content_of, read_header, read_json
 from utils.errors import UserError
 
 
@@ -84,7 +81,7 @@ class Run:
         paths = [*self.folder.glob("*"), *self.folder.glob("n*/**/*")]
         paths = [p for p in paths if p.suffix in (".json", ".safetensors")
                  and not p.name.endswith((".last.safetensors", ".checkpoint.safetensors"))]
-        found = [(path, _content(path)) for path in sorted(paths, key=lambda p: (p.stat().st_mtime, p))]
+        found = [(path, content_of(path)) for path in sorted(paths, key=lambda p: (p.stat().st_mtime, p))]
         return [(path, content) for path, content in found if content and "provenance" in content]
 
     @cached_property
@@ -99,25 +96,5 @@ class Run:
 
 
 def _is(path, kind):
-    content = _content(path)
-    return content is not None and str(content.get("format", "")).startswith(f"linearpatch/{kind}@")
-
-
-def _content(path):
-    """The JSON of an artifact of this project, or None for any other file. Raises UserError on a damaged one."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else _any_header(path)
-    except (ValueError, OSError, RecursionError):
-        raise UserError(f"{path}: cannot be read; remove it, or run what wrote it again") from None
-    fits = isinstance(content, dict) and str(content.get("format", "")).startswith("linearpatch/")
-    return content if fits else None
-
-
-def _any_header(path):
-    """The header of a statistics or patch file, or None for another safetensors file."""
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            text = (file.metadata() or {}).get(HEADER)
-    except SafetensorError as error:
-        raise ValueError(str(error)) from None
-    return None if text is None else json.loads(text)
+    content = content_of(path)
+    return content is not None and content["format"].startswith(f"linearpatch/{kind}@")
