@@ -15,10 +15,10 @@ from utils.errors import UserError
 from utils.hadamard import rotation
 from utils.patch import (ESTIMATORS, SCALINGS, layer_lists, patch_module, random_matrix, scale_stderr,
                          scale_vector, write_patch)
-from utils.perplexity import summarise, window_losses
+from utils.evaluation.objectives import summarise, window_losses
 from utils.selection import runs_of
 from utils.session import Session, default_folder
-from utils.surgery import save_folder
+from utils.model_folder import save_folder
 from utils.variants import Variant
 
 AUTO_CHOICES = ("none", "diagonal", "hadamard")

@@ -19,10 +19,10 @@ from utils.distillation import PARAMETRISATIONS, Distiller, TrainablePatch
 from utils.errors import UserError, WorkError
 from utils.modeling_linearpatch import LinearPatch
 from utils.patch import layer_lists, random_matrix, write_patch
-from utils.replacement import ReplacementLayer, SwiGLU, activation_of
+from utils.networks import ReplacementLayer, SwiGLU, activation_of
 from utils.selection import runs_of
 from utils.session import Session, default_folder
-from utils.surgery import save_folder
+from utils.model_folder import save_folder
 from utils.teacher_cache import TeacherCache, cache_bytes
 
 

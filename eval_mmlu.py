@@ -8,12 +8,12 @@ from tqdm import tqdm
 
 from utils import cli
 from utils.artifacts import write_json
-from utils.mmlu import (CATEGORIES, LETTERS, PROMPT_TOKENS, SUBJECTS, answer_tokens, content_sha256, encode,
+from utils.evaluation.mmlu import (CATEGORIES, LETTERS, PROMPT_TOKENS, SUBJECTS, answer_tokens, content_sha256, encode,
                         load_subjects, subject_row, summarise)
-from utils.results import EarlierRows, key
-from utils.scoring import BATCH_TOKENS, score_behind_prefix
+from utils.evaluation.results import EarlierRows, key
+from utils.evaluation.scoring import BATCH_TOKENS, score_behind_prefix
 from utils.session import Session, default_folder
-from utils.tokens import tokenizer_sha256
+from utils.data.tokens import tokenizer_sha256
 
 
 def arguments():

@@ -9,9 +9,9 @@ import torch
 
 from utils import cli
 from utils.artifacts import write_json
-from utils.corpora import describe, evaluation_windows
-from utils.perplexity import summarise, window_losses
-from utils.results import EarlierRows, key
+from utils.data.windows import describe, evaluation_windows
+from utils.evaluation.objectives import summarise, window_losses
+from utils.evaluation.results import EarlierRows, key
 from utils.session import Session, default_folder
 
 

@@ -12,9 +12,9 @@ from tqdm import tqdm
 from utils import cli
 from utils.artifacts import atomic_path, read_json, sha256_json, write_json
 from utils.errors import UserError
-from utils.qa import (HarnessModel, harness_results, item_records, load_tasks, paired_differences, result_row, summary)
-from utils.results import EarlierRows, key
-from utils.scoring import BATCH_TOKENS, make_packs, score
+from utils.evaluation.qa import (HarnessModel, harness_results, item_records, load_tasks, paired_differences, result_row, summary)
+from utils.evaluation.results import EarlierRows, key
+from utils.evaluation.scoring import BATCH_TOKENS, make_packs, score
 from utils.session import Session, default_folder
 
 

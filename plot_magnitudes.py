@@ -29,14 +29,14 @@ from scipy.stats import gaussian_kde
 from utils import cli
 from utils.activations import Stats, largest_activations, read_magnitudes, token_scaling_spread
 from utils.artifacts import Stopwatch, read_header, read_json, recipe_difference, reusable, sha256_file, write_json
-from utils.corpora import evaluation_windows
+from utils.data.windows import evaluation_windows
 from utils.errors import UserError, WorkError
 from utils.figures import WIDTHS, check_rows, read_table, render, visible, write_table
 from utils.hadamard import rotation
 from utils.modeling_linearpatch import LinearPatch
 from utils.models import EMBEDDED
 from utils.patch import checked_layers, scale_stderr, scale_vector
-from utils.perplexity import summarise, window_losses
+from utils.evaluation.objectives import summarise, window_losses
 from utils.selection import METRICS, runs_of
 from utils.session import Session, default_folder, named_file
 from utils.variants import Variant

@@ -13,19 +13,19 @@ from pathlib import Path
 from utils import cli
 from utils.artifacts import read_json, recipe_difference, reusable, sha256_json, write_json
 from utils.errors import UserError
-from utils.merging import FLAGS as LACO_FLAGS
-from utils.merging import Laco, add_flags
-from utils.paper import paper
+from utils.baselines.laco import FLAGS as LACO_FLAGS
+from utils.baselines.laco import Laco, add_flags
+from utils.paper.experiments import paper
 from utils.patch import layer_lists
-from utils.perplexity import perplexity
-from utils.removal import greedy, removal_losses
+from utils.evaluation.objectives import perplexity
+from utils.search import greedy, removal_losses
 from utils.selection import (METRICS, Selection, check_n_prune, distances_from_end, legal_range, magnitudes,
                              n_for_ratio, one_shot, parameter_accounting, random_scores, select)
 from utils.session import Session, default_folder
-from utils.surgery import save_folder
+from utils.model_folder import save_folder
 from utils.taylor import taylor_scores
 from utils.variants import Variant
-from utils.width import LLMPruner
+from utils.baselines.llm_pruner import LLMPruner
 
 BASELINES = {"laco": Laco, "llm-pruner": LLMPruner}  # metrics that change the weights of what stays
 CALIBRATION = {"calib_samples": 128, "seq_len": 2048, "seed": 0}

@@ -123,7 +123,7 @@ setup() {
 }
 
 # A command is run once, however many targets need it. All wait in COMMANDS, so that one interpreter can load the
-# libraries for all of them (utils/launch.py); each is a command that can be typed by hand.
+# libraries for all of them (utils/paper/reproduce.py); each is a command that can be typed by hand.
 run() {
   local word line=
   for word; do
@@ -457,7 +457,7 @@ fig4() {
 # Section 4.4. The shapes are LLaMA-2-7B's on a GPU, smaller on a CPU.
 overhead() {
   patches
-  run python -m utils.overhead --model "$PRESET" --patch "$DIR/n$ABLATED/patch_hadamard.safetensors" \
+  run python -m utils.paper.overhead --model "$PRESET" --patch "$DIR/n$ABLATED/patch_hadamard.safetensors" \
     --out "$DIR/overhead.json"
 }
 
@@ -491,12 +491,12 @@ main() {
   sizes "$PRESET"
   for target in "$@"; do "$target"; done
   evaluate
-  run python -m utils.report "$DIR"
+  run python -m utils.paper.report "$DIR"
   if [ -n "$DRY_RUN" ]; then
     sed -n 's/^python/+ &/p' <<< "$COMMANDS"
   else
     setup
-    python -m utils.launch <<< "$COMMANDS"
+    python -m utils.paper.reproduce <<< "$COMMANDS"
   fi
 }
 

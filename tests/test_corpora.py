@@ -21,11 +21,13 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from tests.tokenizers_for_tests import tok, tok_eos, tok_nobos
-from utils import embedded, texts, tokens
-from utils.corpora import calibration_windows, describe, evaluation_windows
+from utils.data import wheels as embedded
+from utils.data import corpora as texts
+from utils.data import tokens
+from utils.data.windows import calibration_windows, describe, evaluation_windows
 from utils.errors import UserError, WorkError
-from utils.texts import load_text
-from utils.tokens import token_stream, tokenizer_sha256
+from utils.data.corpora import load_text
+from utils.data.tokens import token_stream, tokenizer_sha256
 
 REAL_DATA = Path(os.environ.get("LINEARPATCH_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
 MACHINE_CACHE = os.environ.get("LINEARPATCH_CACHE")

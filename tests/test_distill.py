@@ -15,7 +15,7 @@ from utils import distillation
 from utils.distillation import Distiller, TrainablePatch, kl_top_k, kl_with_tail, teacher_targets
 from utils.errors import UserError
 from utils.decoder import Decoder
-from utils.replacement import ReplacementLayer, SwiGLU
+from utils.networks import ReplacementLayer, SwiGLU
 from utils.teacher_cache import TeacherCache, cache_bytes, index_dtype
 
 START = torch.eye(64) + torch.randn(64, 64, generator=torch.Generator().manual_seed(2)) / 40

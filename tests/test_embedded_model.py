@@ -8,12 +8,12 @@ import torch
 
 from tests.conftest import ROOT
 from utils.activations import collect
-from utils.corpora import calibration_windows, evaluation_windows
+from utils.data.windows import calibration_windows, evaluation_windows
 from utils.errors import UserError, WorkError
 from utils.hadamard import rotation
 from utils.models import EMBEDDED, find_model, load_decoder, load_tokenizer
 from utils.patch import patch_module, scale_vector
-from utils.perplexity import window_losses
+from utils.evaluation.objectives import window_losses
 from utils.selection import select
 from utils.variants import Variant
 

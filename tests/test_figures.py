@@ -18,7 +18,7 @@ from tests.tiny import save, tiny
 from tests.tokenizers_for_tests import tok_nobos
 from utils import figures
 from utils.artifacts import read_tensors, write_json
-from utils.corpora import calibration_windows
+from utils.data.windows import calibration_windows
 from utils.errors import UserError, WorkError
 from utils.hadamard import rotation
 from utils.patch import write_patch

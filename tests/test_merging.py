@@ -12,7 +12,7 @@ from tests.test_scripts import calibrate, ppl, prune, rows
 from tests.tiny import ids, save, tiny, token_text
 from utils.artifacts import sha256_file
 from utils.errors import UserError
-from utils.merging import RDSC, Schedule, apply_merges, laco, merge_weights, mergeable
+from utils.baselines.laco import RDSC, Schedule, apply_merges, laco, merge_weights, mergeable
 from utils.decoder import Decoder
 from utils.models import find_model, load_decoder
 
@@ -219,7 +219,7 @@ def test_a_finished_selection_is_reused_for_another_folder(script, folders, tmp_
     def no_search(*args):
         raise AssertionError("searched again")
 
-    monkeypatch.setattr("utils.merging.laco", no_search)
+    monkeypatch.setattr("utils.baselines.laco.laco", no_search)
     code, out, _ = prune(script, folders("llama"), tmp_path, text, *LACO, "--save-model", tmp_path / "two")
     assert code == 0 and "reused" in out
     assert sha256_file(tmp_path / "one/model.safetensors") == sha256_file(tmp_path / "two/model.safetensors")

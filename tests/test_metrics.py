@@ -9,14 +9,14 @@ import torch
 from tests.test_scripts import prune
 from tests.tiny import FAMILIES, ids, tiny, token_text
 from tests.tokenizers_for_tests import tok_nobos
-from utils import removal
+from utils import search as removal
 from utils.activations import collect
-from utils.corpora import calibration_windows, describe
+from utils.data.windows import calibration_windows, describe
 from utils.errors import UserError, WorkError
 from utils.hadamard import rotation
 from utils.decoder import Decoder
 from utils.patch import patch_module, scale_vector
-from utils.removal import greedy, removal_losses
+from utils.search import greedy, removal_losses
 from utils.selection import METRICS, distances_from_end, legal_range, magnitudes, one_shot, random_scores
 from utils.taylor import taylor_scores
 from utils.variants import Variant, run_variants

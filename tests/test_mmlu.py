@@ -17,9 +17,9 @@ from tests.conftest import ROOT
 from tests.tiny import save, tiny
 from tests.tokenizers_for_tests import tok
 from utils.errors import UserError
-from utils.mmlu import (CATEGORIES, CATEGORY_OF, QUESTIONS, SUBJECTS, Question, answer_tokens, encode, load_subjects,
+from utils.evaluation.mmlu import (CATEGORIES, CATEGORY_OF, QUESTIONS, SUBJECTS, Question, answer_tokens, encode, load_subjects,
                         prompt, subject_row, summarise, weighted_average)
-from utils.qa import PAPER_TASKS, retained_performance
+from utils.evaluation.qa import PAPER_TASKS, retained_performance
 
 DATA = Path(os.environ.get("LINEARPATCH_DATA") or ROOT.parent / "shared" / "data")
 needs_data = pytest.mark.skipif(not (DATA / "mmlu").is_dir(), reason=f"no MMLU in {DATA}")
@@ -222,7 +222,7 @@ def test_the_real_files_have_the_papers_numbers_of_questions():
 
 # ----- the paper's tables from their own columns
 
-PAPER = json.loads((resources.files("utils") / "paper_results.json").read_text())["results"]
+PAPER = json.loads((resources.files("utils.paper") / "paper_results.json").read_text())["results"]
 TASKS = list(PAPER_TASKS)
 # (table, model, layers, method, column): cells that do not follow from their row, and what the row gives.
 DO_NOT_ADD_UP = {

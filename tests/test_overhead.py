@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.test_scripts import calibrate, prune
-from utils import overhead
+from utils.paper import overhead
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from tests.tiny import ids, tiny
 from utils.errors import WorkError
 from utils.modeling_linearpatch import LinearPatch
 from utils.decoder import Decoder
-from utils.perplexity import summarise, window_losses
+from utils.evaluation.objectives import summarise, window_losses
 from utils.variants import Variant, run_variants
 
 

@@ -15,7 +15,7 @@ from datasets.arrow_writer import ArrowWriter
 from tests.conftest import ROOT
 from tests.tokenizers_for_tests import tok, tok_nobos
 from utils.errors import UserError
-from utils.qa import (LOCAL_FILES, PAPER_TASKS, HarnessModel, harness_results, load_tasks, paired_differences,
+from utils.evaluation.qa import (LOCAL_FILES, PAPER_TASKS, HarnessModel, harness_results, load_tasks, paired_differences,
                       result_row, retained_performance)
 from utils.variants import Variant
 

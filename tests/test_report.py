@@ -12,12 +12,12 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.test_scripts import calibrate, ppl, prune
-from utils import paper
+from utils.paper import experiments as paper
 from utils.artifacts import write_json
 from utils.errors import UserError
-from utils.render import Table, Text, html_page, markdown
-from utils.report import write_report
-from utils.verdicts import Cell, score_interval, verdict
+from utils.paper.render import Table, Text, html_page, markdown
+from utils.paper.report import write_report
+from utils.paper.verdicts import Cell, score_interval, verdict
 
 TARGETS = ["", *(f"table{number}" for number in range(1, 17) if number != 6), "metrics", "fig1", "fig2", "fig4",
            "overhead", "storage", "responses"]
@@ -149,7 +149,7 @@ def papers_own_run(folder, model, table, changes=()):
 
 @pytest.fixture
 def no_corpora(monkeypatch):
-    monkeypatch.setattr("utils.report.describe", lambda info: "made up")
+    monkeypatch.setattr("utils.paper.report.describe", lambda info: "made up")
 
 
 def test_a_run_with_the_papers_values_agrees(tmp_path, no_corpora):
@@ -244,7 +244,7 @@ def test_every_command_of_every_target_names_existing_scripts_and_flags(preset, 
         for line in done.stdout.splitlines():
             words = shlex.split(line.removeprefix("+ "))
             assert words[0] == "python"
-            if words[1:3] == ["-m", "utils.report"]:
+            if words[1:3] == ["-m", "utils.paper.report"]:
                 continue
             words = words[2:] if words[1] == "-m" else words[1:]
             monkeypatch.setattr(sys, "argv", words)
@@ -254,7 +254,7 @@ def test_every_command_of_every_target_names_existing_scripts_and_flags(preset, 
 
 
 def launched(tmp_path, *lines):
-    return subprocess.run([sys.executable, "-m", "utils.launch"], input="\n".join(lines), capture_output=True,
+    return subprocess.run([sys.executable, "-m", "utils.paper.reproduce"], input="\n".join(lines), capture_output=True,
                           text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 

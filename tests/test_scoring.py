@@ -7,8 +7,8 @@ from tests.tiny import FAMILIES, tiny
 from utils.errors import WorkError
 from utils.modeling_linearpatch import LinearPatch
 from utils.decoder import Decoder
-from utils.scoring import Request, make_packs, score, score_behind_prefix
-from utils.surgery import patched_model
+from utils.evaluation.scoring import Request, make_packs, score, score_behind_prefix
+from utils.model_folder import patched_model
 from utils.variants import Variant
 
 

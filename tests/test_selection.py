@@ -80,7 +80,7 @@ SHAPES = {"llama2-7b": (202_383_360, 6_738_415_616, 32, 4096), "llama2-13b": (31
 
 def test_the_papers_pruning_ratios():
     """All printed ratios of depth pruning, with and without one patch; the paper truncates in places."""
-    paper = json.loads((resources.files("utils") / "paper_results.json").read_text())["results"]
+    paper = json.loads((resources.files("utils.paper") / "paper_results.json").read_text())["results"]
     checked = 0
     for row in paper:
         printed, n = row["values"].get("pruning_ratio"), row["n_pruned"]

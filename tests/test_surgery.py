@@ -16,7 +16,7 @@ from utils.errors import UserError
 from utils.modeling_linearpatch import LinearPatch
 from utils.decoder import Decoder
 from utils.models import find_model, load_decoder
-from utils.surgery import cut, patched_model, save_folder
+from utils.model_folder import cut, patched_model, save_folder
 from utils.variants import Variant, run_variants
 
 P = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)) / 8  # not symmetric

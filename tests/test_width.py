@@ -16,14 +16,14 @@ from tests.test_surgery import RELOAD, logits_of, patched_variant
 from tests.tiny import ids, save, tiny, token_text
 from tests.tokenizers_for_tests import tok_nobos
 from utils.artifacts import sha256_file
-from utils.corpora import calibration_windows
+from utils.data.windows import calibration_windows
 from utils.errors import UserError
 from utils.decoder import Decoder
 from utils.models import find_model, load_decoder
-from utils.perplexity import window_losses
-from utils.surgery import save_folder
+from utils.evaluation.objectives import window_losses
+from utils.model_folder import save_folder
 from utils.variants import Variant
-from utils.width import counts_for, group_sizes, importance, kept_groups, narrow, projections, widths_of
+from utils.baselines.llm_pruner import counts_for, group_sizes, importance, kept_groups, narrow, projections, widths_of
 
 IDS = ids(3, 12, seed=4)
 KEPT = {1: (torch.tensor([1]), torch.arange(0, 128, 3)), 3: (torch.tensor([0]), torch.arange(100)),

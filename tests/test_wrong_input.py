@@ -15,10 +15,10 @@ from tests.tokenizers_for_tests import tok_eos
 from utils.artifacts import read_tensors
 from utils.errors import UserError, WorkError
 from utils.hadamard import rotation
-from utils.mmlu import Question, encode, load_subjects
+from utils.evaluation.mmlu import Question, encode, load_subjects
 from utils.decoder import Decoder
 from utils.models import find_model
-from utils.perplexity import summarise
+from utils.evaluation.objectives import summarise
 
 
 def refused(result, *words):
@@ -41,7 +41,7 @@ def test_d_is_measured_in_the_rotation_that_p_is_built_with(script, folders, tmp
         states[order] = header["sigma_d"][0]["sigma_d_rotated"]
         assert header["recipe"]["stats"]["rotation"]["order"] == order
         from utils.activations import collect
-        from utils.corpora import calibration_windows
+        from utils.data.windows import calibration_windows
         from tests.tokenizers_for_tests import tok_nobos
         from utils.patch import scale_vector
         windows = calibration_windows(str(text), tok_nobos(), 4, 32).ids

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from utils.embedded import cache_dir, remembered_sha256
+from utils.data.wheels import cache_dir, remembered_sha256
 from utils.errors import UserError, WorkError
 
 CONVERSION_VERSION = 1  # raise it when a conversion changes: converted folders are cached under this number

@@ -20,7 +20,7 @@ from itertools import product
 
 import torch
 
-from .errors import WorkError
+from utils.errors import WorkError
 
 ORDERS = ("released", "paper")
 KINDS = ("hadamard", "dct", "random")

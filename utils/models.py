@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from utils.artifacts import sha256_file
 from utils.conversion import baichuan_to_folder, gguf_to_folder, is_baichuan
 from utils.decoder import Decoder
-from utils.embedded import remembered_sha256, smollm2_gguf
+from utils.data.wheels import remembered_sha256, smollm2_gguf
 from utils.errors import UserError, WorkError
 from utils.modeling_linearpatch import align_tensors, patched_classes
 

@@ -10,7 +10,7 @@ from utils.artifacts import read_tensors, write_tensors
 from utils.errors import UserError, WorkError
 from utils.hadamard import rotation
 from utils.modeling_linearpatch import LinearPatch
-from utils.replacement import ReplacementLayer, SwiGLU
+from utils.networks import ReplacementLayer, SwiGLU
 from utils.selection import kept_layers, runs_of
 from utils.variants import Variant
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from utils.activations import Stats, collect
 from utils.artifacts import Stopwatch, read_header, read_json, recipe_difference, reusable
 from utils.cli import seed_everything
-from utils.corpora import calibration_windows
+from utils.data.windows import calibration_windows
 from utils.errors import UserError
 from utils.hadamard import rotation
 from utils.decoder import find_layers

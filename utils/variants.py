@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from utils.replacement import ReplacementLayer
+from utils.networks import ReplacementLayer
 from utils.selection import kept_layers
 
 

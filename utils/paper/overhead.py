@@ -1,6 +1,6 @@
 """Section 4.4: what the patch costs beside LLM-Streamline's network, whole models, and the size of the teacher's cache.
 
-`python -m utils.overhead --model M --patch patch.safetensors --out overhead.json`. Latencies are medians after warm-up.
+`python -m utils.paper.overhead --model M --patch patch.safetensors --out overhead.json`. Latencies are medians after warm-up.
 """
 
 import statistics
@@ -10,14 +10,15 @@ from pathlib import Path
 
 import torch
 
-from utils import cli, paper
+from utils import cli
+from utils.paper import experiments as paper
 from utils.artifacts import reusable, write_json
 from utils.errors import UserError
 from utils.hadamard import rotation
 from utils.modeling_linearpatch import LinearPatch
-from utils.replacement import SwiGLU
+from utils.networks import SwiGLU
 from utils.session import Session, default_folder
-from utils.surgery import patched_model
+from utils.model_folder import patched_model
 from utils.teacher_cache import TeacherCache, cache_bytes
 
 LLAMA2_7B = (4096, 11008)  # hidden and intermediate size, those of the paper's measurement
@@ -25,7 +26,7 @@ CACHES = {9: ((2500, 100), (5000, 100), (7500, 100)), 10: ((5000, 50), (5000, 10
 
 
 def arguments():
-    p = cli.parser(__doc__, "python -m utils.overhead --model smollm2-135m --patch runs/smollm2-135m/patch.safetensors")
+    p = cli.parser(__doc__, "python -m utils.paper.overhead --model smollm2-135m --patch runs/smollm2-135m/patch.safetensors")
     cli.add_model_flags(p)
     p.add_argument("--patch", type=Path, required=True, help="the patch whose model is timed")
     p.add_argument("--tokens", type=cli.positive, help="tokens of one call; default 16 x 2048 on a GPU, 256 on a CPU")

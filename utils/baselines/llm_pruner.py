@@ -14,7 +14,7 @@ from utils.decoder import Decoder
 from utils.errors import UserError, WorkError
 from utils.patch import layer_lists
 from utils.selection import n_for_ratio
-from utils.surgery import base_class, importable, own_model, save_folder
+from utils.model_folder import base_class, importable, own_model, save_folder
 from utils.variants import Variant
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

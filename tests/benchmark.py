@@ -1,4 +1,4 @@
-"""Speed and memory as ratios measured in one run: `python -m utils.benchmark NAME`.
+"""Speed and memory as ratios measured in one run: `python -m tests.benchmark NAME`.
 
 Rounds of both sides alternate and the median ratio of the rounds counts, so that a noisy machine disturbs both alike. qa and mmlu read their data from $LINEARPATCH_DATA, or from the hub without it.
 """
@@ -19,10 +19,10 @@ from utils.hadamard import rotation
 from utils.decoder import Decoder
 from utils.models import EMBEDDED, find_model, load_decoder, load_tokenizer
 from utils.patch import patch_module, scale_vector
-from utils.perplexity import window_losses
-from utils.removal import greedy
+from utils.evaluation.objectives import window_losses
+from utils.search import greedy
 from utils.variants import Variant, run_variants
-from utils.corpora import evaluation_windows
+from utils.data.windows import evaluation_windows
 
 
 def embedded_windows(windows, seq_len):
@@ -143,8 +143,8 @@ def benchmark_qa():
     """Our scoring against the harness's own model on all nine tasks: time, log-likelihoods, predictions."""
     from lm_eval.api.instance import Instance
 
-    from utils.qa import PAPER_TASKS, HarnessModel, load_tasks
-    from utils.scoring import make_packs, score
+    from utils.evaluation.qa import PAPER_TASKS, HarnessModel, load_tasks
+    from utils.evaluation.scoring import make_packs, score
     source = find_model(EMBEDDED)
     tokenizer, decoder = load_tokenizer(source), load_decoder(source)
     model, plain = HarnessModel(tokenizer, "off"), harness_model(decoder, tokenizer)
@@ -187,8 +187,8 @@ def benchmark_qa():
 def benchmark_mmlu(subjects=10, limit=50):
     """Examples encoded once against one full prompt a question: time and predictions, on the subjects with the shortest
     prompts (the others take two cores hours)."""
-    from utils.mmlu import SUBJECTS, answer_tokens, encode, load_subjects, prompt
-    from utils.scoring import score_behind_prefix
+    from utils.evaluation.mmlu import SUBJECTS, answer_tokens, encode, load_subjects, prompt
+    from utils.evaluation.scoring import score_behind_prefix
     source = find_model(EMBEDDED)
     tokenizer, decoder = load_tokenizer(source), load_decoder(source)
     answers = answer_tokens(tokenizer, "bare")

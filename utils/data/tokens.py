@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from utils.artifacts import atomic_path
-from utils.embedded import cache_dir
+from utils.data.wheels import cache_dir
 from utils.errors import UserError
 
 UNK = "<unk>"

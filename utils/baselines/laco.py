@@ -17,7 +17,7 @@ from utils.errors import UserError, WorkError
 from utils.decoder import first_tensor
 from utils.patch import layer_lists
 from utils.selection import Selection, check_n_prune, n_for_ratio, parameter_accounting
-from utils.surgery import save_folder
+from utils.model_folder import save_folder
 from utils.variants import Variant
 
 RDSC = ("paper", "official", "remove")

@@ -6,7 +6,7 @@ Files of other kinds are passed over, damaged ones raise UserError with their pa
 from functools import cached_property
 from pathlib import Path
 
-from utils import paper
+from utils.paper import experiments as paper
 from utils.artifacts import content_of, read_header, read_json
 from utils.errors import UserError
 

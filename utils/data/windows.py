@@ -11,8 +11,8 @@ import numpy
 import torch
 
 from utils.errors import UserError
-from utils.texts import BLANK_LINE, load_text, split_lines
-from utils.tokens import document_lengths, ids_sha256, leading_bos, token_stream, tokenise
+from utils.data.corpora import BLANK_LINE, load_text, split_lines
+from utils.data.tokens import document_lengths, ids_sha256, leading_bos, token_stream, tokenise
 
 TRAIN_SHARE = 0.9  # training windows lie in the first 90 %, validation windows in the last 10 %
 C4_WINDOWS = 256  # evaluation windows of c4 and c4-new

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from utils.errors import UserError
-from utils.scoring import Request
-from utils.texts import hub_file, is_text
-from utils.tokens import tokenise
+from utils.evaluation.scoring import Request
+from utils.data.corpora import hub_file, is_text
+from utils.data.tokens import tokenise
 
 LETTERS = "ABCD"
 SHOTS = 5

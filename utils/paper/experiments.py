@@ -1,11 +1,11 @@
-"""The paper's numbers (utils/paper_results.json) and which of our variants stands behind each row of its tables."""
+"""The paper's numbers (paper_results.json) and which of our variants stands behind each row of its tables."""
 
 import json
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import resources
 
-from utils.mmlu import weighted_average
+from utils.evaluation.mmlu import weighted_average
 
 PERPLEXITY = ("wikitext2", "c4", "ptb")
 QUESTIONS = {"arc_challenge": 1172, "arc_easy": 2376, "boolq": 3270, "hellaswag": 10042, "piqa": 1838,
@@ -91,8 +91,8 @@ TABLES = (
 
 @lru_cache(maxsize=1)
 def paper():
-    """utils/paper_results.json: results (one dict a row), selections (table 7), and cells that do not add up."""
-    return json.loads((resources.files("utils") / "paper_results.json").read_text())
+    """paper_results.json: results (one dict a row), selections (table 7), and cells that do not add up."""
+    return json.loads((resources.files("utils.paper") / "paper_results.json").read_text())
 
 
 def has_model(model):

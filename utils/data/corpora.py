@@ -26,7 +26,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from utils import embedded
+from utils.data import wheels as embedded
 from utils.errors import UserError
 
 SPLITS = ("train", "validation", "test")

@@ -14,10 +14,10 @@ import traceback
 def main():
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for GPUs must not start CUDA before the forks
     commands = [line.strip() for line in sys.stdin if line.strip()]
-    for name in ("utils.session", "utils.perplexity", "utils.distillation", "utils.figures", "scipy.stats"):
+    for name in ("utils.session", "utils.evaluation.objectives", "utils.distillation", "utils.figures", "scipy.stats"):
         __import__(name)
     if any(" eval_qa.py " in command for command in commands):
-        __import__("utils.qa")
+        __import__("utils.evaluation.qa")
     for command in commands:
         print(f"+ {command}", flush=True)
         try:

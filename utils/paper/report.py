@@ -1,4 +1,4 @@
-"""The report of one run directory, rebuilt from its artifacts: `python -m utils.report runs/<preset>`.
+"""The report of one run directory, rebuilt from its artifacts: `python -m utils.paper.report runs/<preset>`.
 
 report.md and report.html hold, for every table of the paper that has been run, our value with its 95 % interval, the
 paper's, their difference and a verdict. What has not been run is left out.
@@ -11,14 +11,15 @@ from pathlib import Path
 
 import torch
 
-from utils import cli, paper
+from utils import cli
+from utils.paper import experiments as paper
 from utils.artifacts import atomic_path
-from utils.corpora import describe
+from utils.data.windows import describe
 from utils.errors import UserError
-from utils.perplexity import summarise
-from utils.render import Figure, Heading, Items, Table, Text, html_page, markdown
-from utils.run_folder import Run
-from utils.verdicts import cells, number, verdict, with_interval
+from utils.evaluation.objectives import summarise
+from utils.paper.render import Figure, Heading, Items, Table, Text, html_page, markdown
+from utils.paper.run_folder import Run
+from utils.paper.verdicts import cells, number, verdict, with_interval
 
 MAIN = {"dense": "dense", "vanilla": "vanilla", "d": "+d", "P": "+P", "FT": "+FT"}  # of the block chosen by cosine
 CAPTIONS = {

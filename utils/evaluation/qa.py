@@ -21,8 +21,8 @@ from lm_eval.tasks import TaskManager
 
 from utils.cli import subset
 from utils.errors import UserError, WorkError
-from utils.scoring import Request
-from utils.texts import is_text
+from utils.evaluation.scoring import Request
+from utils.data.corpora import is_text
 
 # The nine tasks of the paper and the metric that its tables print.
 PAPER_TASKS = {"arc_challenge": "acc_norm", "arc_easy": "acc_norm", "boolq": "acc", "hellaswag": "acc_norm",

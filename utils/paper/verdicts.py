@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from utils import paper
+from utils.paper import experiments as paper
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Other methods' changes of the weights that stay."""

@@ -1,0 +1,1 @@
+"""The paper: its numbers, its tables as data, reports."""
