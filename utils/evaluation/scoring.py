@@ -9,8 +9,9 @@ and values and runs the questions behind them. Logits are formed only where a to
 from dataclasses import dataclass
 
 import torch
+
+from utils.decoder import run_variants
 from utils.errors import UserError, WorkError
-from utils.variants import run_variants
 
 BATCH_TOKENS = 1024  # padded tokens a forward pass; on a GPU larger ones are worth it
 PACK_TOKENS = 1024  # a longer pack of branches is split, and its prefix encoded again
