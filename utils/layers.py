@@ -3,9 +3,13 @@
 Layers are 0-based. A run is a maximal block of removed layers, half-open: [start, end).
 """
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from utils.errors import UserError
+
+PUBLISHED = Path(__file__).parent / "paper" / "paper_results.json"
 
 
 @dataclass(frozen=True)
@@ -86,3 +90,18 @@ def parameter_accounting(total, per_layer, layers, hidden_size):
     gone, patch = sum(per_layer[layer] for layer in layers.removed), hidden_size**2 * len(layers.runs)
     return {"before": total, "removed": gone, "patch": patch, "ratio_percent": 100 * gone / total,
             "ratio_with_patch_percent": 100 * (gone - patch) / total}
+
+
+def published_layers(model, method, n_prune):
+    """Removed layers, in the paper's order, of table 7 for a preset. Raises UserError listing what there is."""
+    table = json.loads(PUBLISHED.read_text(encoding="utf-8"))["selections"]
+    rows = [row for row in table if row["model"] == model]
+    if not rows:
+        raise UserError(f"--layers paper: table 7 has no row for {model}; it has "
+                        f"{', '.join(sorted({row['model'] for row in table}))}")
+    wanted = (method,) if method else ("linearpatch[S/L]", "linearpatch[L]")
+    named = [row for row in rows if row["method"] in wanted and n_prune in (None, row["n_pruned"])]
+    if len(named) != 1:
+        choices = ", ".join(f"paper:{row['method']} --n-prune {row['n_pruned']}" for row in rows)
+        raise UserError(f"--layers paper: {len(named)} rows of table 7 fit; choose one of\n{choices}")
+    return named[0]["removed_layers"]

@@ -23,7 +23,7 @@ METRICS = {}
 
 @dataclass(frozen=True)
 class Metric:
-    """gives: "block", "layer" or "set" (module docstring); reads: "stats", "windows", "weights" or "nothing".
+    """gives: "block", "layer" or "set" (module docstring); reads: "stats", "windows", "weights", "seed" or "nothing".
 
     protect: layers at the start and at the end that stay by default; calibration: the published one; larger_is_better:
     of blocks, where the best one goes; the layers with the lowest scores go.
@@ -232,7 +232,7 @@ def block_weights(layer):
     return {name: p for name, p in layer.named_parameters() if not name.endswith("bias")}
 
 
-@metric("random", "seeded draw", reads="nothing", protect=(1, 1))
+@metric("random", "seeded draw", reads="seed", protect=(1, 1))
 def uniform(evidence):
     """One uniform number a layer: the lowest n are n layers drawn without replacement."""
     generator = random.Random(evidence.seed)
