@@ -6,7 +6,6 @@ are formed for the student.
 """
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
