@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from tests.test_scripts import calibrate, ppl, prune, rows
+from tests.steps import calibrate, ppl, prune, rows
 from tests.tiny import ids, save, tiny, token_text
 from utils.artifacts import sha256_file
 from utils.errors import UserError

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from tests.conftest import ROOT
-from tests.test_scripts import calibrate, ppl, prune
+from tests.steps import calibrate, ppl, prune
 from utils.paper import experiments as paper
 from utils.artifacts import write_json
 from utils.errors import UserError

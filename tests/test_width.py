@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-from tests.test_scripts import calibrate, ppl, prune, rows
+from tests.steps import calibrate, ppl, prune, rows
 from tests.test_surgery import RELOAD, logits_of, patched_variant
 from tests.tiny import ids, save, tiny, token_text
 from tests.tokenizers_for_tests import tok_nobos

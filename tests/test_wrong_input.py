@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from tests.steps import CALIB, calibrate, ppl, prune, rows
 from tests.test_mmlu import questions, write_subject
 from tests.test_qa import rows_of, task_file
-from tests.test_scripts import CALIB, calibrate, ppl, prune, rows
 from tests.tiny import ids, save, tiny
 from tests.tokenizers_for_tests import tok_eos
 from utils.artifacts import read_tensors
