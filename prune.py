@@ -100,12 +100,17 @@ def main():
         return BASELINES[args.metric](calls[0], session).run()
     evidence = Evidence(depth, lambda: session.stats(args.stats)[0], lambda: session.calibration().ids,
                         lambda: session.decoder, args.seed, args.batch_size)
+    evidence.described = lambda reads: describe(reads, args, session)
     for each in calls:
-        prune(each, session, evidence)
+        layers, about, calibration = prune(each, session, evidence)
+    if args.save_model:
+        save_folder(session.decoder, session.tokenizer, Variant("pruned", layers, about=about), args.save_model,
+                    {"base_model": session.source.identity(), "calibration": calibration, "seed": args.seed})
+        print(f"wrote {args.save_model} (layers {len(layers.kept)}, patch no)")
 
 
 def prune(args, session, evidence):
-    """Choose, write and print the selection of one n, and with --save-model its folder."""
+    """Choose, write and print the selection of one n: (Layers, about, calibration info)."""
     depth, (total, per_layer) = session.source.shape[0], session.parameters
 
     # What determines the choice: a list, or a metric and what it reads.
@@ -119,7 +124,7 @@ def prune(args, session, evidence):
         name, recipe = args.metric, {"metric": args.metric, "n_prune": n_prune}
     if args.layers is None and n_prune:
         metric, legal = METRICS[name], legal_range(name, n_prune, depth, args.protect_first, args.protect_last)
-        read, calibration = what_is_read(metric.reads, args, session)
+        read, calibration = evidence.described(metric.reads)
         recipe.update(protect=list(legal), **read)
         is_costly, is_search = metric.reads in ("windows", "weights"), metric.gives == "set"
     recipe["model"] = session.source.identity()
@@ -151,10 +156,7 @@ def prune(args, session, evidence):
             "provenance": session.watch.provenance(lap=True)})
         progress_path(args).unlink(missing_ok=True)
     show(args, selection, name, parameters)
-    if args.save_model:
-        save_folder(session.decoder, session.tokenizer, Variant("pruned", layers, about=about), args.save_model,
-                    {"base_model": session.source.identity(), "calibration": calibration, "seed": args.seed})
-        print(f"wrote {args.save_model} (layers {len(layers.kept)}, patch no)")
+    return layers, about, calibration
 
 
 def listed_layers(args, depth):
@@ -167,7 +169,7 @@ def listed_layers(args, depth):
     return order
 
 
-def what_is_read(reads, args, session):
+def describe(reads, args, session):
     """(part of the recipe, calibration info or None) of what a metric reads."""
     if reads == "stats":
         _, recipe, calibration = session.stats(args.stats)

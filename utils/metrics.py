@@ -59,12 +59,14 @@ class Evidence:
 
     stats() -> Stats, windows() -> int64 [N, T] and decoder() -> Decoder are called at most once. rounds, after_round:
     where a search goes on, and what is called after each of its rounds; candidates: layers that may go.
+    described(reads) -> (part of a recipe, calibration info or None) of what a metric reads.
     """
 
     def __init__(self, depth, stats=None, windows=None, decoder=None, seed=0, batch_size=1):
         self.depth, self.seed, self.batch_size = depth, seed, batch_size
         self._stats, self._windows, self._decoder = stats, windows, decoder
         self.rounds, self.after_round, self.scores, self.candidates = [], None, {}, range(depth)
+        self.described = None
 
     @cached_property
     def stats(self):
