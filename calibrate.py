@@ -23,8 +23,8 @@ def arguments():
     p = cli.parser(__doc__, "python calibrate.py --model smollm2-135m --selection runs/smollm2-135m/selection.json "
                             "--calib-samples 16 --seq-len 512")
     cli.add_model_flags(p)
-    p.add_argument("--selection", type=Path, nargs="+", required=True,
-                   help="selection.json of prune.py, one or several")
+    p.add_argument("--selection", type=Path, nargs="+",
+                   help="selection.json of prune.py, one or several; default runs/<model>/selection.json")
     fitted = {name: repair for name, repair in REPAIRS.items() if repair.closed_form}
     p.add_argument("--repair", "--scaling", choices=fitted, nargs="+", default=["hadamard"],
                    help="; ".join(f"{name}: {repair.help}" for name, repair in fitted.items()))
@@ -43,7 +43,8 @@ def arguments():
                    help="statistics to read or write; default stats.safetensors beside --selection")
     p.add_argument("--save-model", type=Path, help="also write the patched model as a folder")
     args = p.parse_args()
-    args.selection, args.repair = list(dict.fromkeys(args.selection)), list(dict.fromkeys(args.repair))
+    args.selection = list(dict.fromkeys(args.selection or [default_folder(args.model) / "selection.json"]))
+    args.repair = list(dict.fromkeys(args.repair))
     if len(args.selection) * len(args.repair) > 1 and (args.out or args.save_model):
         p.error("--out and --save-model name one patch: give one --selection and one --repair with them")
     return args

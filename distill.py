@@ -26,7 +26,8 @@ def arguments():
     p = cli.parser(__doc__, "python distill.py --model smollm2-135m --patch runs/smollm2-135m/patch.safetensors "
                             "--train-samples 8 --val-samples 2 --seq-len 256")
     cli.add_model_flags(p)
-    p.add_argument("--patch", type=Path, required=True, help="patch.safetensors of calibrate.py: the start")
+    p.add_argument("--patch", type=Path, help="patch file of calibrate.py: the start; default "
+                                              "runs/<model>/patch.safetensors")
     p.add_argument("--mode", choices=["online", "offline"], default="online", help="see above")
     p.add_argument("--top-k", type=cli.positive, default=100, help="teacher tokens that the loss compares")
     p.add_argument("--loss", choices=["kl", "kl-tail", "mse"], default="kl",
@@ -58,6 +59,7 @@ def arguments():
     cli.add_output_flags(p, "fine-tuned patch; default runs/<model>/patch_ft.safetensors")
     p.add_argument("--save-model", type=Path, help="also write the fine-tuned model as a folder")
     args = p.parse_args()
+    args.patch = args.patch or default_folder(args.model) / "patch.safetensors"
     args.calib_sampling, args.calib_samples = "random", args.train_samples
     return args
 

@@ -146,7 +146,7 @@ def _cosines_from_gram(gram):
     gram = gram.double()
     squares = torch.diagonal(gram, dim1=1, dim2=2)
     norms = (squares[:, :, None] * squares[:, None, :]).sqrt()
-    return torch.where(norms > 0, gram / norms.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
+    return torch.where(norms > 0, gram / norms.clamp(min=torch.finfo(torch.float64).tiny), 0.0)  # eq. (2)
 
 
 @torch.no_grad()
@@ -188,7 +188,7 @@ def _mean_std(values):
     values = values.double()
     count = (~values.isnan()).sum(0)
     centred = values - values.nanmean(0)
-    std = (centred.square().nansum(0) / (count - 1).clamp(min=1)).sqrt()
+    std = (centred.square().nansum(0) / (count - 1).clamp(min=1)).sqrt()  # eq. (4), one window
     return std[count > 1].mean().item() if (count > 1).any() else 0.0
 
 

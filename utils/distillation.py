@@ -94,8 +94,8 @@ def kl_top_k(teacher_log, student_logits):
 
     teacher_log: log-probabilities or logits float [T, K]; student_logits float [T, K] at the same tokens.
     """
-    return F.kl_div(F.log_softmax(student_logits, 1), F.log_softmax(teacher_log.float(), 1), reduction="batchmean",
-                    log_target=True)
+    student_log, teacher_log = F.log_softmax(student_logits, 1), F.log_softmax(teacher_log.float(), 1)
+    return F.kl_div(student_log, teacher_log, reduction="batchmean", log_target=True)  # eq. (8)
 
 
 def kl_with_tail(teacher_log, student_logits, student_normaliser):

@@ -235,6 +235,7 @@ def scale_vector(l1, start, end, estimator="ratio-of-sums"):
         channel = int((silent & (after > 0)).nonzero()[0, 1])
         raise WorkError(f"run [{start}, {end}): channel {channel} is zero before the run and not after it, so it has "
                         "no scale; use more calibration text")
+    # section 3.2: d_k = ||Z^(end)_k||_1 / ||Z^(start)_k||_1
     d = torch.where(silent, 1.0, after / before.clamp(min=torch.finfo(torch.float64).tiny)).mean(0)
     if not torch.isfinite(d).all():
         raise WorkError(f"run [{start}, {end}): d has non-finite entries")
