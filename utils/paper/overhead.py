@@ -144,7 +144,7 @@ def _latency(model, ids, decode, repeats):
     for _ in range(decode):
         wait(device)
         start = time.perf_counter()
-        out = model(input_ids=token, past_key_values=cache, use_cache=True)
+        out = model(input_ids=token, cache=cache, use_cache=True)
         wait(device)
         times.append(time.perf_counter() - start)
         token = out.logits[:, -1:].argmax(-1)
