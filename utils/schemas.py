@@ -228,14 +228,17 @@ class Ppl(Schema):
 class Qa(Schema):
     model: Identity
     results: list[QaRow]
-    summary: list[dict] = []
-    paired: list[dict] = []
+    summary: list[dict]
+    paired: list[dict]
+    bos: str
+    harness: str
 
 
 class Mmlu(Schema):
     model: Identity
     results: list[MmluRow]
-    summary: list[dict] = []
+    summary: list[dict]
+    answer_tokens: dict
 
 
 class OverheadPart(Schema):
