@@ -122,7 +122,7 @@ class Row(Schema):
 
 class PplRow(Row):
     dataset: str
-    split: str
+    split: str | None
     ppl: Positive
     nll_mean: float
     nll_stderr: float | None
