@@ -6,6 +6,8 @@ from transformers import (Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Ge
                           PhiForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
 
 from tests.tokenizers_for_tests import tok_nobos
+from utils.decoder import Variant
+from utils.layers import Layers
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
@@ -54,3 +56,8 @@ def token_text(count, seed=0):
 def ids(batch=2, length=17, seed=0):
     """Random token ids [batch, length], none of them special."""
     return torch.randint(4, 128, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def variant(name="dense", removed=(), modules=None, about=None, depth=6):
+    """A Variant of a tiny model."""
+    return Variant(name, Layers(depth, removed), modules or {}, about)

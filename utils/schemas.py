@@ -122,7 +122,7 @@ class Row(Schema):
 
 class PplRow(Row):
     dataset: str
-    split: str
+    split: str | None
     ppl: Positive
     nll_mean: float
     nll_stderr: float | None
@@ -228,14 +228,17 @@ class Ppl(Schema):
 class Qa(Schema):
     model: Identity
     results: list[QaRow]
-    summary: list[dict] = []
-    paired: list[dict] = []
+    summary: list[dict]
+    paired: list[dict]
+    bos: str
+    harness: str
 
 
 class Mmlu(Schema):
     model: Identity
     results: list[MmluRow]
-    summary: list[dict] = []
+    summary: list[dict]
+    answer_tokens: dict
 
 
 class OverheadPart(Schema):
