@@ -1,7 +1,7 @@
 """Corpora: a name or a file -> rows of text and the string that joins them.
 
-A corpus is NAME or NAME:SPLIT of the registry CORPORA, or a path: .txt .raw hold one text, taken as it is; .jsonl .json
-.parquet hold documents in a field `text`, apart from one another for calibration, joined by two newlines for evaluation.
+A corpus is NAME or NAME:SPLIT of the registry CORPORA, or a path: .txt and .raw hold one text, taken as it is; .jsonl,
+.json and .parquet hold documents in a field `text`, apart for calibration, joined by two newlines for evaluation.
 All but .parquet may be packed with gzip. With a data folder (--data-dir or $LINEARPATCH_DATA) the named corpora are
 read from it and the network is never used; without one, single files are fetched from the Hugging Face hub.
 """
@@ -158,15 +158,16 @@ CORPORA = {
                      documents=True, rows=1100, windows=256),
     "ptb": Corpus("Penn Treebank, sentences joined by two newlines (the paper's)", "validation", PTB),
     "ptb-new": Corpus("Penn Treebank, sentences joined by a space", "test", PTB, join=" "),
-    "wiki": Corpus("99 English Wikipedia articles, markup stripped; every tenth", "test", Articles(WIKI, wiki_articles)),
-    "news": Corpus("289 news stories, repeated ones left out; every tenth", "test", Articles(NEWS, news_stories)),
+    "wiki": Corpus("every tenth of 99 English Wikipedia articles, markup stripped", "test",
+                   Articles(WIKI, wiki_articles)),
+    "news": Corpus("every tenth of 289 news stories, none repeated", "test", Articles(NEWS, news_stories)),
 }
 
 
 def corpora_table():
     """Rows of str of a table of CORPORA, the first one its header."""
-    return [("corpus", "text", "split evaluated", "files below the data folder"),
-            *((f"`{name}`", corpus.about, corpus.evaluation, corpus.origin.where()) for name, corpus in CORPORA.items())]
+    rows = ((f"`{name}`", row.about, row.evaluation, row.origin.where()) for name, row in CORPORA.items())
+    return [("corpus", "text", "split evaluated", "files below the data folder"), *rows]
 
 
 def _embedded_remedy():
