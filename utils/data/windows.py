@@ -1,7 +1,7 @@
-"""Corpora: a text -> token windows, int64 [windows, seq_len], and a record of exactly how they were made.
+"""Windows: a text -> token windows, int64 [windows, seq_len], and a record of exactly how they were made.
 
 Calibration windows are drawn by the formula of the paper's released loader, evaluation windows do not overlap and
-drop the tail (section 4.1); C4 is evaluated on 256 crops of long documents, drawn with a fixed seed.
+drop the tail (section 4.1); separate documents are evaluated on crops of the long ones, drawn with a fixed seed.
 """
 
 import random
@@ -15,8 +15,7 @@ from utils.data.corpora import BLANK_LINE, load_text, split_lines
 from utils.data.tokens import document_lengths, ids_sha256, leading_bos, token_stream, tokenise
 
 TRAIN_SHARE = 0.9  # training windows lie in the first 90 %, validation windows in the last 10 %
-C4_WINDOWS = 256  # evaluation windows of c4 and c4-new
-C4_SEED = 0
+CROPS_SEED = 0  # of evaluation windows of separate documents
 
 
 @dataclass(frozen=True)
@@ -185,8 +184,8 @@ def _evaluation_from_stream(text, tokenizer, seq_len, bos, unk):
     count = len(stream) // step
     if count == 0:
         raise UserError(f"{text.name}: {len(stream)} tokens < one window (--seq-len {seq_len})")
-    if text.name in ("c4", "c4-new"):
-        count = min(count, C4_WINDOWS)
+    if text.windows is not None:
+        count = min(count, text.windows)
     windows = stream[: count * step].view(count, step)
     if bos == "window":
         windows = torch.cat([torch.full((count, 1), tokenizer.bos_token_id), windows], dim=1)
@@ -204,7 +203,7 @@ def _sliding(text, tokenizer, seq_len, stride, unk):
 
 def _evaluation_from_documents(text, tokenizer, seq_len, bos, unk):
     lengths, info = document_lengths(text, tokenizer, seq_len, unk)
-    crops = _draw_crops(lengths, C4_WINDOWS, seq_len, random.Random(C4_SEED), 0, len(lengths))
+    crops = _draw_crops(lengths, text.windows, seq_len, random.Random(CROPS_SEED), 0, len(lengths))
     windows = _cut_crops(text, tokenizer, crops, seq_len, unk)
     if bos == "window":  # the same crops, moved right by one where they do not start with BOS already
         moved = torch.cat([torch.full((len(windows), 1), tokenizer.bos_token_id), windows[:, :-1]], dim=1)
