@@ -1,57 +1,177 @@
-"""Run commands, one a line on standard input, each in a fork of one interpreter that has loaded the libraries.
+"""Reproduce the paper: `python -m utils.paper.reproduce PRESET [TARGET ...] [--dry-run]`, what run_all.sh hands over to.
 
-Loading torch and transformers takes longer than many a command of run_all.sh. A line is what a shell would run:
-`python SCRIPT.py ARGUMENTS` or `python -m MODULE ARGUMENTS`. The first command that fails ends the run with its code.
+Each command runs in a fork of one interpreter that has loaded the libraries, which takes longer than many a command. A
+command that fails does not stop those that can do without its files. What was run stands in runs/<preset>/commands.sh.
 """
 
+import argparse
 import os
+import re
 import runpy
 import shlex
+import signal
 import sys
 import traceback
+from pathlib import Path
+
+from utils.paper.experiments import DEPTHS, EMBEDDED, GROUPS, TARGETS, Plan, sizes
+
+USAGE = """usage: bash run_all.sh [--dry-run] PRESET [TARGET ...]    or    bash run_all.sh test [pytest options]
+
+presets   {embedded:<23}embedded: comes from the package index, runs on a laptop
+          {hub}
+                                 from the hub, with the paper's sizes
+          or any hub id, folder or .gguf file
+targets   {targets}
+          all                    everything, the default; each run writes runs/<preset>/report.md and report.html
+
+SIZE=small runs the same commands on a few short windows, to see that everything works.
+LINEARPATCH_DATA=FOLDER takes data sets from local files instead of the embedded text or the hub. The embedded model
+answers questions (tables 1, 2, 16, ...) with it only."""
+
+
+def usage():
+    parts = [part for group in GROUPS for part in group if part.title]
+    return USAGE.format(
+        embedded=EMBEDDED, hub=" ".join(name for name in DEPTHS if name != EMBEDDED),
+        targets="\n          ".join(f"{' '.join(part.targets):<23}{part.title}" for part in parts))
+
+
+def wrong(message):
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def arguments():
+    """(preset, targets, run directory, dry run?). Paths are those of the folder in which run_all.sh was called."""
+    p = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    p.add_argument("words", nargs="*")
+    for flags in (("--dry-run",), ("-h", "--help")):
+        p.add_argument(*flags, action="store_true")
+    args, unknown = p.parse_known_intermixed_args()
+    if unknown:
+        wrong(f"{unknown[0]} is no option; see 'bash run_all.sh'")
+    preset, *targets = args.words or [""]
+    if args.help or not preset:
+        print(usage())
+        sys.exit(2 if args.dry_run and not args.help else 0)
+    for target in targets:
+        if target not in (*TARGETS, "all"):
+            wrong(f"{target} is no target; there are: {' '.join(TARGETS)} all")
+    if os.environ.get("SIZE", "") not in ("", "small"):
+        wrong(f"SIZE={os.environ['SIZE']}; the only other size is small")
+    caller = os.environ.get("CALLED_FROM", ".")
+    if os.path.exists(f"{caller}/{preset}"):
+        preset = os.path.realpath(f"{caller}/{preset}")
+    data = os.environ.get("LINEARPATCH_DATA")
+    if data and os.path.exists(f"{caller}/{data}"):
+        os.environ["LINEARPATCH_DATA"] = os.path.realpath(f"{caller}/{data}")
+    # A folder's name without characters that a shell or a report would trip over.
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", os.path.basename(preset.rstrip("/")).removesuffix(".gguf"))
+    return preset, TARGETS if not targets or "all" in targets else targets, f"runs/{name}", args.dry_run
 
 
 def main():
+    preset, targets, folder, dry_run = arguments()
+    plan = Plan(targets, sizes(preset, folder, small=bool(os.environ.get("SIZE")),
+                               local_data=bool(os.environ.get("LINEARPATCH_DATA"))))
+    commands = [command for group in plan.groups for command in group]
+    if plan.unanswered:
+        print("question answering and MMLU are left out: they need LINEARPATCH_DATA=FOLDER (README, section Data)",
+              file=sys.stderr)
+    if dry_run:
+        print("\n".join(f"+ {command.without(())}" for command in commands))
+        return
+    preload(any(" eval_qa.py " in command.line for command in commands))
+    failures = run_all(commands, Log(Path(folder) / "commands.sh"))
+    for failure in failures:
+        print(f"failed: {failure}", file=sys.stderr)
+    sys.exit(1 if failures else 0)
+
+
+def preload(questions):
+    """Import what the commands need into this interpreter."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for GPUs must not start CUDA before the forks
-    commands = [line.strip() for line in sys.stdin if line.strip()]
-    for name in ("utils.session", "utils.evaluation.objectives", "utils.distillation", "utils.figures", "scipy.stats"):
+    for name in ("utils.session", "utils.evaluation.objectives", "utils.distillation", "utils.figures", "scipy.stats",
+                 *(["utils.evaluation.qa"] if questions else [])):
         __import__(name)
-    if any(" eval_qa.py " in command for command in commands):
-        __import__("utils.evaluation.qa")
+
+
+class Log:
+    """commands.sh: every command that was run, once, in the order of the last time; a script that runs them again."""
+
+    def __init__(self, path):
+        self.path = path
+        data = os.environ.get("LINEARPATCH_DATA")
+        self.head = ["#!/usr/bin/env bash", "# What 'bash run_all.sh' ran here, with the packages of .venv.",
+                     'cd "$(dirname "${BASH_SOURCE[0]}")/../.." && PATH="$PWD/.venv/bin:$PATH"',
+                     *([f"export LINEARPATCH_DATA={shlex.quote(data)}"] if data else [])]
+        self.lines = []
+        if path.is_file():
+            self.lines = [line for line in path.read_text().splitlines() if line.startswith("python ")]
+
+    def add(self, line):
+        self.lines = [other for other in self.lines if other != line] + [line]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text("\n".join([*self.head, *self.lines]) + "\n")
+
+
+def run_all(commands, log):
+    """Run Commands; returns one line for each that failed or was skipped, because a file that it reads is missing."""
+    failures, lost = [], set()
     for command in commands:
-        print(f"+ {command}", flush=True)
-        try:
-            words = shlex.split(command)
-        except ValueError as error:
-            sys.exit(_wrong(command, str(error)))
-        code = in_fork(words)
-        if code < 0:
-            print(f"error: {words[1]} was ended by signal {-code}; memory may have run out", file=sys.stderr)
-        if code:
-            sys.exit(code if code > 0 else 128 - code)
+        missing = {path for path in lost if not os.path.exists(path)}
+        line = command.without(missing)
+        words = shlex.split(line)
+        gone = missing.intersection(words)
+        left_out = [name for name, file in command.variants.items() if file in missing]
+        if gone:
+            failures.append(f"{line} (skipped: {', '.join(sorted(gone))} is missing)")
+        else:
+            print(f"+ {line}", flush=True)
+            log.add(line)
+            code = in_fork(words)
+            if code:
+                reason = f"exit code {code}" if code > 0 else f"signal {-code}; memory may have run out"
+                failures.append(f"{line} ({reason})")
+                print(f"error: {failures[-1]}", file=sys.stderr)
+            elif left_out:
+                failures.append(f"{words[1]} did without {', '.join(left_out)}")
+        if gone or code:
+            lost.update(command.makes)
+    return failures
 
 
 def in_fork(words):
-    """Exit code of a command that runs in a child of this process."""
+    """Exit code of `python SCRIPT ...` or `python -m MODULE ...` in a child; -N where signal N has ended it.
+
+    INT and TERM end the child, which says so and cleans up, and then this process; a second one ends it at once.
+    """
+    stop = (signal.SIGINT, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, stop)  # none may be lost between the fork and the handlers
     child = os.fork()
     if child == 0:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both: the parent passes it on, once
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, stop)
         os._exit(_run(words))
-    while True:
-        try:
-            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        except KeyboardInterrupt:  # the child has it as well, says so and ends
-            continue
+    received = []
 
+    def pass_on(number, frame):
+        os.kill(child, signal.SIGKILL if received else signal.SIGTERM)
+        received.append(number)
 
-def _wrong(command, reason):
-    print(f"error: {command}: {reason}", file=sys.stderr)
-    return 2
+    before = {number: signal.signal(number, pass_on) for number in stop}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, stop)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    if received:
+        sys.exit(128 + received[0])
+    return code
 
 
 def _run(words):
-    script = words[1] if len(words) > 1 else ""
-    if words[0] != "python" or (script == "-m" and len(words) < 3) or not (script == "-m" or os.path.isfile(script)):
-        return _wrong(shlex.join(words), "expected python SCRIPT or python -m MODULE")
     sys.stdin = open(os.devnull)
     try:
         if words[1] == "-m":
