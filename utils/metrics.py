@@ -174,9 +174,9 @@ def shortgpt(evidence):
 
 
 # "+", as published for 32 layers; the same numbers of layers at other depths
-@metric("ppl", "Shortened LLaMA: perplexity without each layer", reads="windows", calibration=SHORTENED_LLAMA)
 @metric("ppl+", "the same; the first four layers and the last two stay", reads="windows", protect=(4, 2),
         calibration=SHORTENED_LLAMA)
+@metric("ppl", "Shortened LLaMA: perplexity without each layer", reads="windows", calibration=SHORTENED_LLAMA)
 def ppl(evidence):
     """Perplexity on the windows of the model without the layer; None where the layer stays anyway."""
     losses = search.removal_losses(evidence.decoder, evidence.objective(), evidence.candidates)
@@ -184,9 +184,9 @@ def ppl(evidence):
     return [scores.get(layer) for layer in range(evidence.depth)]
 
 
-@metric("taylor", "Shortened LLaMA: sum of abs(weight x gradient)", reads="windows", calibration=SHORTENED_LLAMA)
 @metric("taylor+", "the same; the first four layers and the last two stay", reads="windows", protect=(4, 2),
         calibration=SHORTENED_LLAMA)
+@metric("taylor", "Shortened LLaMA: sum of abs(weight x gradient)", reads="windows", calibration=SHORTENED_LLAMA)
 def taylor(evidence):
     """I_j = sum over the weights W of layer j, entry by entry, of |W * dL/dW|: list of L floats."""
     return taylor_scores(evidence.decoder, evidence.windows, evidence.batch_size)
@@ -217,8 +217,8 @@ def taylor_scores(decoder, input_ids, batch_size=1, progress=True):
     return scores
 
 
-@metric("mag", "size of the weights", reads="weights")
 @metric("mag+", "the same; the first four layers and the last two stay", reads="weights", protect=(4, 2))
+@metric("mag", "size of the weights", reads="weights")
 def magnitude(evidence):
     """Sum of |W| over each layer's weights, list of L floats."""
     decoder = evidence.decoder
