@@ -229,7 +229,8 @@ UNTRAINED_AND_NARROW = (Row("LLM-Pruner", LLM_PRUNER, ("llm-pruner",)), *UNTRAIN
 TRAINED = (Row("LLM-Streamline, FFN", FFN, ("llm-streamline-ffn+ft",)),
            Row("LinearPatch [L]", P, ("linearpatch[L]",)), Row("LinearPatch [L] + FT", FT, ("linearpatch[L]+ft",)))
 BEFORE_TUNING = Row("LinearPatch, not tuned", P, ("linearpatch",))
-METRICS = tuple(map(select, "shortgpt angular sleb taylor taylor+ ppl ppl+ mag mag+ random last".split()))
+BY_METRIC = {"cosine": COSINE, **{name: select(name) for name in (  # every selection metric that is compared
+    "shortgpt angular sleb taylor taylor+ ppl ppl+ mag mag+ random last".split())}}
 
 
 def _with_metric(selected):
@@ -291,7 +292,8 @@ GROUPS = (
     ),
     (
         Table(("metrics",), "every selection metric at every n, alone and with the patch", ("ppl",), "every", MAIN[:3]),
-        Table(("metrics",), "", ("compared",), "every", tuple(row for step in METRICS for row in _with_metric(step)),
+        Table(("metrics",), "", ("compared",), "every",
+              tuple(row for step in list(BY_METRIC.values())[1:] for row in _with_metric(step)),
               (draw("metrics", "", (), "--results $dir/ppl.json"),)),
     ),
     (

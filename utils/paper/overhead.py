@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 
 from utils import cli
-from utils.paper import experiments as paper
 from utils.artifacts import reusable, write_json
 from utils.errors import UserError
 from utils.hadamard import rotation
 from utils.modeling_linearpatch import LinearPatch
 from utils.networks import SwiGLU
+from utils.model_folder import patched_model
+from utils.paper.experiments import paper
 from utils.repairs import REPAIRS
 from utils.session import Session, default_folder
-from utils.model_folder import patched_model
 from utils.teacher_cache import TeacherCache, cache_bytes
 
 LLAMA2_7B = (4096, 11008)  # hidden and intermediate size, those of the paper's measurement
@@ -156,7 +156,7 @@ def storage(vocab_size, tokens=512, top_k=100):
     rows = []
     for table, sizes in CACHES.items():
         for windows, k in sizes:
-            printed = next(r["cache_gb"] for r in paper.paper()["results"] if r["table"] == table and (
+            printed = next(r["cache_gb"] for r in paper()["results"] if r["table"] == table and (
                 r.get("distillation_samples", 5000), r.get("top_k", 100)) == (windows, k) and "cache_gb" in r)
             rows.append([f"table {table}: {windows} windows of 2048, K = {k}", f"{printed:.0f}",
                          f"{windows * 2048 * k * 10 / 1e9:.2f}", f"{cache_bytes(windows, 2048, k, 32000) / 1e9:.2f}",

@@ -1,10 +1,12 @@
-"""A report as a list of blocks, written as Markdown or as one HTML page that needs no other file."""
+"""Pieces of a report as Markdown in which every text is text, and the Markdown as one HTML page without other files."""
 
 import base64
 import html
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote, unquote
+
+from markdown_it import MarkdownIt
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff; margin: 0 auto; max-width: 70rem;
@@ -13,95 +15,64 @@ h1 { line-height: 1.2; } h2 { margin-top: 2.2rem; border-bottom: 1px solid #ccc;
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .2rem .6rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
 th:first-child, td:first-child, td.text, th.text { text-align: left; } thead th { border-bottom: 2px solid #555; }
-td.text { white-space: normal; min-width: 6rem; } img { max-width: 100%; height: auto; } figure { margin: 1rem 0; }
-figcaption { font-size: .9rem; color: #444; } code { background: #f2f2f2; padding: 0 .2rem; overflow-wrap: anywhere; }
-p.note { border-left: 4px solid #d55e00; padding-left: .8rem; }
+td.text { white-space: normal; min-width: 6rem; } img { max-width: 100%; height: auto; } small { color: #444; }
+blockquote { border-left: 4px solid #d55e00; margin-left: 0; padding-left: .8rem; } li { overflow-wrap: anywhere; }
 """
 
 
-@dataclass(frozen=True)
-class Heading:
-    level: int
-    text: str
+def inline(text):
+    """Text on one line for Markdown: nothing in it is a tag, a link, emphasis, code or the border of a cell."""
+    text = re.sub(r"\s+", " ", str(text)).strip()
+    return re.sub(r"\\(?=[!-/:-@\[-`{-~])|[`*<|~#]|&(?=[#\w]+;)|(?<=\])[(\[:]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", text)
 
 
-@dataclass(frozen=True)
-class Text:
-    """A paragraph; `code` in backquotes. note: something that the reader must not miss."""
-
-    text: str
-    note: bool = False
+def plain(text):
+    """The same at the beginning of a line: no list, quotation or underline either."""
+    return re.sub(r"^(\d*)(?=[-+>=.)])", r"\1\\", inline(text))
 
 
-@dataclass(frozen=True)
-class Items:
-    lines: tuple
+def heading(level, text):
+    return "#" * level + " " + inline(text)
 
 
-@dataclass(frozen=True)
-class Table:
-    head: tuple
-    rows: tuple
+def note(text):
+    """Something that the reader must not miss."""
+    return "> " + plain(text)
 
 
-@dataclass(frozen=True)
-class Figure:
-    path: Path
-    caption: str
+def items(lines):
+    return "\n".join("- " + plain(line) for line in lines)
 
 
-def markdown(blocks, folder):
-    """The blocks as Markdown; figures are linked relative to `folder`."""
-    return "\n\n".join(_markdown(block, Path(folder)) for block in blocks) + "\n"
+def table(head, rows):
+    lines = ["| " + " | ".join(map(inline, row)) + " |" for row in (head, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
 
 
-def _markdown(block, folder):
-    if isinstance(block, Heading):
-        return "#" * block.level + " " + block.text
-    if isinstance(block, Text):
-        return f"> {block.text}" if block.note else block.text
-    if isinstance(block, Items):
-        return "\n".join(f"- {line}" for line in block.lines)
-    if isinstance(block, Figure):
-        return f"![{block.caption}]({block.path.relative_to(folder)})"
-    lines = ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in (block.head, *block.rows)]
-    return "\n".join([lines[0], "|" + "---|" * len(block.head), *lines[1:]])
+def figure(path, caption, folder):
+    """A picture, linked relative to the report's folder."""
+    return f"![{inline(caption)}]({quote(str(path.relative_to(folder)))})"
 
 
-def _cell(value):
-    return str(value).replace("|", "\\|").replace("\n", " ")
+def html_page(title, text, folder):
+    """One HTML page of Markdown; pictures of `folder` are embedded, there is no script and nothing else is loaded."""
+    page = MarkdownIt("commonmark", {"html": False}).enable("table")
 
+    def image(renderer, tokens, index, options, env):
+        data = base64.b64encode((Path(folder) / unquote(tokens[index].attrs["src"])).read_bytes()).decode()
+        caption = html.escape(renderer.renderInlineAsText(tokens[index].children, options, env))
+        return f'<img src="data:image/png;base64,{data}" alt="{caption}"><br><small>{caption}</small>'
 
-def html_page(title, blocks):
-    """One HTML page, figures embedded, no script and nothing loaded from elsewhere."""
+    def cell(renderer, tokens, index, options, env):
+        """Numbers stand to the right, words to the left."""
+        if not re.match(r"[-+]?[\d(x]|-?$", tokens[index + 1].content):
+            tokens[index].attrSet("class", "text")
+        return renderer.renderToken(tokens, index, options, env)
+
+    for name, rule in (("image", image), ("th_open", cell), ("td_open", cell),
+                       ("table_open", lambda *_: '<div class="wide"><table>\n'),
+                       ("table_close", lambda *_: "</table></div>\n")):
+        page.add_render_rule(name, rule)
     return (f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-            f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            f"<title>{html.escape(title)}</title>\n"
-            f"<style>{STYLE}</style>\n</head>\n<body>\n" + "\n".join(map(_html, blocks)) + "\n</body>\n</html>\n")
-
-
-def _html(block):
-    if isinstance(block, Heading):
-        return f"<h{block.level}>{_inline(block.text)}</h{block.level}>"
-    if isinstance(block, Text):
-        return f"<p{' class=note' if block.note else ''}>{_inline(block.text)}</p>"
-    if isinstance(block, Items):
-        return "<ul>" + "".join(f"<li>{_inline(line)}</li>" for line in block.lines) + "</ul>"
-    if isinstance(block, Figure):
-        data = base64.b64encode(block.path.read_bytes()).decode()
-        caption = _inline(block.caption)
-        return (f'<figure><img src="data:image/png;base64,{data}" alt="{html.escape(block.caption)}">'
-                f"<figcaption>{caption}</figcaption></figure>")
-    head = "".join(f"<th{_kind(cell)}>{_inline(str(cell))}</th>" for cell in block.head)
-    body = "".join("<tr>" + "".join(f"<td{_kind(cell)}>{_inline(str(cell))}</td>" for cell in row) + "</tr>"
-                   for row in block.rows)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _kind(cell):
-    """Numbers stand to the right, words to the left."""
-    return "" if re.match(r"^[-+]?[\d(x]|^-?$", str(cell)) else ' class="text"'
-
-
-def _inline(text):
-    return re.sub(r"`([^`]*)`", r"<code>\1</code>", html.escape(text, quote=False))
+            f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{html.escape(title)}</title>\n'
+            f"<style>{STYLE}</style>\n</head>\n<body>\n{page.render(text)}</body>\n</html>\n")

@@ -6,9 +6,9 @@ Files of other kinds are passed over, damaged ones raise UserError with their pa
 from functools import cached_property
 from pathlib import Path
 
-from utils.paper import experiments as paper
 from utils.artifacts import content_of, read_header, read_json
 from utils.errors import UserError
+from utils.paper.experiments import paper
 
 
 class Run:
@@ -23,7 +23,7 @@ class Run:
     def selections(self):
         """[(path, selection)], fewest layers first."""
         found = [(path, read_json(path, "selection")) for path in sorted(self.folder.glob("n*/**/selection.json"))]
-        return sorted(found, key=lambda entry: entry[1]["n_prune"])
+        return sorted(found, key=lambda entry: entry[1]["about"]["n"])
 
     @cached_property
     def patches(self):
@@ -51,13 +51,13 @@ class Run:
         return holders[0]["model"]
 
     def rows(self, kind):
-        """Rows of all evaluation files of a kind. Of another model only llm-pruner's, which is a model of its own."""
+        """Rows of all evaluation files of a kind. Of other models only those whose kept layers were narrowed or merged."""
         if kind not in self._rows:
             found = {}
             for content in self.evaluations[kind]:
                 own = content["model"].get("fingerprint") == self.model["fingerprint"]
                 for row in content["results"]:
-                    if own or row["variant"].startswith("llm-pruner-n"):
+                    if own or row["about"]["stage"] in ("merged", "narrowed"):
                         place = row["variant"], *(row.get(name) for name in ("dataset", "task", "subject"))
                         if place in found and found[place] != row:
                             raise UserError(f"{self.folder}: two result files have different rows for "
@@ -86,13 +86,18 @@ class Run:
 
     @cached_property
     def in_paper(self):
-        return paper.has_model(self.preset)
+        """Whether the paper prints results for this preset."""
+        return any(row["model"] == self.preset for row in paper()["results"])
 
     @cached_property
     def variants(self):
-        """Names of all evaluated variants."""
-        rows = self.rows("ppl") + self.rows("qa") + self.rows("mmlu")
-        return list(dict.fromkeys(row["variant"] for row in rows))
+        """{name: about} of all evaluated variants."""
+        return {row["variant"]: row["about"] for kind in ("ppl", "qa", "mmlu") for row in self.rows(kind)}
+
+    @cached_property
+    def depths(self):
+        """Every number of removed layers that has been evaluated, least first."""
+        return sorted({about["n"] for about in self.variants.values() if about["n"]})
 
 
 def _is(path, kind):
