@@ -269,3 +269,48 @@ def largest_activations(decoder, input_ids, top=3, progress=True):
     if not torch.isfinite(tokens).all():
         raise WorkError(f"{decoder.label}: non-finite states; use --dtype float32 or bfloat16")
     return layers, tokens, medians
+
+
+MOMENTS = {  # name -> what is summed over tokens: X = X^(start), Y = X^(end), M = MLP output of layer start - 1
+    "xx": ("x", "x"), "xy": ("x", "y"), "yy": ("y", "y"), "mm": ("m", "m"), "mr": ("m", "r"),  # R = Y - (X - M)
+}
+
+
+@torch.no_grad()
+def collect_moments(decoder, input_ids, runs, wanted, batch_size=1, skip_first=False, progress=True):
+    """{run: {name: float64 [C, C]}} over windows int64 [N, T]: sums over tokens, so parts of a text add up exactly.
+
+    runs: [(start, end)]; wanted: names of MOMENTS; those of an MLP are left out where a run starts at layer 0.
+    skip_first: leave out the first token of each window, the attention sink. One pass for all runs; memory beside one
+    batch of states: len(wanted) C^2 float64 a run.
+    """
+    sums = {run: {name: 0 for name in wanted if run[0] > 0 or "m" not in name} for run in runs}
+    hosts = {start - 1 for start, _ in runs if start > 0 and any("m" in name for name in wanted)}
+    depths = sorted({depth for run in runs for depth in run})
+    for ids in tqdm(input_ids.split(batch_size), desc="moments", unit="batch", disable=not progress):
+        states, mlps = {}, {}
+        with decoder.mlp_outputs(hosts, mlps):
+            for depth, hidden in decoder.states(decoder.inputs(ids), max(depths, default=0)):
+                if depth in depths:
+                    states[depth] = _tokens(hidden, skip_first)
+        for start, end in runs:
+            parts = {"x": states[start], "y": states[end]}
+            if start - 1 in mlps:
+                parts["m"] = _tokens(mlps[start - 1], skip_first)
+                parts["r"] = parts["y"] - parts["x"] + parts["m"]
+            for name in sums[start, end]:
+                left, right = MOMENTS[name]
+                sums[start, end][name] += parts[left].T @ parts[right]
+    for run, found in sums.items():
+        for name, value in found.items():
+            if not torch.isfinite(value).all():
+                raise WorkError(f"{decoder.label}: non-finite moments of run [{run[0]}, {run[1]}); "
+                                "use --dtype float32 or bfloat16")
+    return sums
+
+
+def _tokens(hidden, skip_first):
+    """[B, T, C] -> float64 [tokens, C] on the CPU or the device of `hidden` where that has float64."""
+    hidden = hidden[:, 1:] if skip_first else hidden
+    hidden = hidden.cpu() if hidden.device.type == "mps" else hidden
+    return hidden.flatten(0, 1).double()

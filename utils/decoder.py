@@ -8,6 +8,7 @@ A `Variant` is the model without some layers and with modules where they were; `
 import hashlib
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -148,6 +149,52 @@ class Decoder:
         if isinstance(step, int):
             return self.layer(batch, step, hidden)
         return step(hidden, batch) if getattr(step, "reads_batch", False) else step(hidden)
+
+    @cached_property
+    def mlps(self):
+        """[module of each layer whose output is what the layer adds last to the residual stream]: its MLP, or the norm
+        behind it where there is one. Found by use and checked on a probe: X^(l+1) minus that output is the input of
+        a part of the layer that ran before. None where a layer adds attention and MLP together (parallel blocks)."""
+        found = [None] * self.num_layers
+        with torch.no_grad():
+            batch = self.inputs(torch.arange(16).view(2, 8) % self.vocab_size)
+            hidden = batch.hidden
+            for index, layer in enumerate(self.layers):
+                ran = []
+                handles = [child.register_forward_hook(
+                    lambda module, args, kwargs, output: ran.append((module, args, kwargs, output)), with_kwargs=True)
+                    for child in layer.children()]
+                after = self.layer(batch, index, hidden)
+                for handle in handles:
+                    handle.remove()
+                module, _, _, output = ran[-1]
+                if torch.is_tensor(output) and output.shape == after.shape:
+                    residual, tolerance = after - output, 1e-3 * after.abs().max()
+                    read = [args[0] if args else next(iter(kwargs.values()), None) for _, args, kwargs, _ in ran[1:]]
+                    if any(torch.is_tensor(x) and x.shape == after.shape and (x - residual).abs().max() < tolerance
+                           for x in read):
+                        found[index] = module
+                hidden = after
+        return found
+
+    @contextmanager
+    def mlp_outputs(self, layers, into):
+        """Within the block, into[l] is the output [B, T, C] of the MLP of each of `layers` when that runs.
+
+        Raises UserError where a layer has none of its own.
+        """
+        handles = []
+        try:
+            for index in layers:
+                if self.mlps[index] is None:
+                    raise UserError(f"{self.label}: layer {index} adds its MLP to the stream together with its "
+                                    "attention, so a repair on the MLP's output has no place")
+                handles.append(self.mlps[index].register_forward_hook(
+                    lambda _m, _a, output, index=index: into.__setitem__(index, output)))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def final_states(self, hidden):
         """X^(L) -> input of the head, [B, T, C]."""
