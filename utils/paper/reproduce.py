@@ -1,4 +1,4 @@
-"""Reproduce the paper: what run_all.sh hands over to, `python -m utils.paper.reproduce PRESET [TARGET ...] [--dry-run]`.
+"""Reproduce the paper: `python -m utils.paper.reproduce PRESET [TARGET ...] [--dry-run]`; run_all.sh hands over to it.
 
 Each command runs in a fork of one interpreter that has loaded the libraries, which takes longer than many a command. A
 command that fails does not stop those that can do without its files. What was run stands in runs/<preset>/commands.sh.
@@ -123,7 +123,7 @@ def run_all(commands, log):
         missing = {path for path in lost if not os.path.exists(path)}
         line = command.without(missing)
         words = shlex.split(line)
-        gone = sorted(missing.intersection(words))
+        gone = sorted(missing.intersection(word.rpartition("=")[2] for word in words))
         left_out = [name for name, file in command.variants.items() if file in missing]
         if left_out:
             print(f"left out of the next command, for want of their files: {', '.join(left_out)}", file=sys.stderr)
@@ -135,7 +135,7 @@ def run_all(commands, log):
             code = in_fork(words)
             reason = f"exit code {code}" if code >= 0 else f"ended by signal {-code}; memory may have run out"
         if gone or code:
-            print(f"error: {words[1]}: {reason}", file=sys.stderr)
+            print(f"error: {words[2] if words[1] == '-m' else words[1]}: {reason}", file=sys.stderr)
             failures.append(f"{line} ({reason})")
             lost.update(command.makes)
     return failures
