@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before huggingface_hub is imported: no test touches the network
 
 from tests.tiny import save, tiny  # noqa: E402
-from tests.tokenizers_for_tests import tok, tok_nobos  # noqa: E402
+from tests.tokenizers_for_tests import tok  # noqa: E402
 from utils import cli  # noqa: E402
 
 

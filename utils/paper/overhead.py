@@ -1,6 +1,7 @@
 """Section 4.4: what the patch costs beside LLM-Streamline's network, whole models, and the size of the teacher's cache.
 
-`python -m utils.paper.overhead --model M --patch patch.safetensors --out overhead.json`. Latencies are medians after warm-up.
+`python -m utils.paper.overhead --model M --patch patch.safetensors --out overhead.json`. Latencies are medians after
+warm-up.
 """
 
 import statistics
@@ -27,7 +28,8 @@ CACHES = {9: ((2500, 100), (5000, 100), (7500, 100)), 10: ((5000, 50), (5000, 10
 
 
 def arguments():
-    p = cli.parser(__doc__, "python -m utils.paper.overhead --model smollm2-135m --patch runs/smollm2-135m/patch.safetensors")
+    p = cli.parser(__doc__, "python -m utils.paper.overhead --model smollm2-135m "
+                            "--patch runs/smollm2-135m/patch.safetensors")
     cli.add_model_flags(p)
     p.add_argument("--patch", type=Path, required=True, help="the patch whose model is timed")
     p.add_argument("--tokens", type=cli.positive, help="tokens of one call; default 16 x 2048 on a GPU, 256 on a CPU")

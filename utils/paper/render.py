@@ -23,7 +23,8 @@ blockquote { border-left: 4px solid #d55e00; margin-left: 0; padding-left: .8rem
 def inline(text):
     """Text on one line for Markdown: nothing in it is a tag, a link, emphasis, code or the border of a cell."""
     text = re.sub(r"\s+", " ", str(text)).strip()
-    return re.sub(r"\\(?=[!-/:-@\[-`{-~])|[`*<|~#]|&(?=[#\w]+;)|(?<=\])[(\[:]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", text)
+    special = r"\\(?=[!-/:-@\[-`{-~])|[`*<|~#]|&(?=[#\w]+;)|(?<=\])[(\[:]|(?<![^\W_])_|_(?![^\W_])"
+    return re.sub(special, r"\\\g<0>", text)
 
 
 def plain(text):
@@ -74,5 +75,6 @@ def html_page(title, text, folder):
                        ("table_close", lambda *_: "</table></div>\n")):
         page.add_render_rule(name, rule)
     return (f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-            f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{html.escape(title)}</title>\n'
-            f"<style>{STYLE}</style>\n</head>\n<body>\n{page.render(text)}</body>\n</html>\n")
+            f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+            f"<title>{html.escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n"
+            f"<body>\n{page.render(text)}</body>\n</html>\n")

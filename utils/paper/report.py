@@ -259,7 +259,7 @@ def section_responses(run):
         return []
     n = entries[0][0]
     compare = [(n, row.label, row.variant(n)) for row in MAIN if row.step in (COSINE, P, FT)]
-    return _perplexities(run, RESPONSES.title, compare + entries)
+    return _perplexities(run, RESPONSES.title.capitalize(), compare + entries)
 
 
 def section_rest(run, seen):

@@ -1,4 +1,4 @@
-"""Reproduce the paper: `python -m utils.paper.reproduce PRESET [TARGET ...] [--dry-run]`, what run_all.sh hands over to.
+"""Reproduce the paper: `python -m utils.paper.reproduce PRESET [TARGET ...] [--dry-run]`; run_all.sh hands over to it.
 
 Each command runs in a fork of one interpreter that has loaded the libraries, which takes longer than many a command. A
 command that fails does not stop those that can do without its files. What was run stands in runs/<preset>/commands.sh.
@@ -31,10 +31,10 @@ answers questions (tables 1, 2, 16, ...) with it only."""
 
 
 def usage():
-    parts = [part for group in GROUPS for part in group if part.title]
+    tables = [table for group in GROUPS for table in group if table.title]
     return USAGE.format(
         embedded=EMBEDDED, hub=" ".join(name for name in DEPTHS if name != EMBEDDED),
-        targets="\n          ".join(f"{' '.join(part.targets):<23}{part.title}" for part in parts))
+        targets="\n          ".join(f"{' '.join(table.targets):<23}{table.title}" for table in tables))
 
 
 def wrong(message):
@@ -123,21 +123,20 @@ def run_all(commands, log):
         missing = {path for path in lost if not os.path.exists(path)}
         line = command.without(missing)
         words = shlex.split(line)
-        gone = missing.intersection(words)
+        gone = sorted(missing.intersection(word.rpartition("=")[2] for word in words))
         left_out = [name for name, file in command.variants.items() if file in missing]
+        if left_out:
+            print(f"left out of the next command, for want of their files: {', '.join(left_out)}", file=sys.stderr)
         if gone:
-            failures.append(f"{line} (skipped: {', '.join(sorted(gone))} is missing)")
+            reason = f"skipped, {', '.join(gone)} is missing"
         else:
             print(f"+ {line}", flush=True)
             log.add(line)
             code = in_fork(words)
-            if code:
-                reason = f"exit code {code}" if code > 0 else f"signal {-code}; memory may have run out"
-                failures.append(f"{line} ({reason})")
-                print(f"error: {failures[-1]}", file=sys.stderr)
-            elif left_out:
-                failures.append(f"{words[1]} did without {', '.join(left_out)}")
+            reason = f"exit code {code}" if code >= 0 else f"ended by signal {-code}; memory may have run out"
         if gone or code:
+            print(f"error: {words[2] if words[1] == '-m' else words[1]}: {reason}", file=sys.stderr)
+            failures.append(f"{line} ({reason})")
             lost.update(command.makes)
     return failures
 
@@ -196,4 +195,7 @@ def _run(words):
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -51,7 +51,7 @@ class Run:
         return holders[0]["model"]
 
     def rows(self, kind):
-        """Rows of all evaluation files of a kind. Of other models only those whose kept layers were narrowed or merged."""
+        """Rows of all evaluation files of a kind. Of other models only those with narrowed or merged layers."""
         if kind not in self._rows:
             found = {}
             for content in self.evaluations[kind]:
