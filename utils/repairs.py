@@ -34,11 +34,14 @@ def repair(name, help):
 
 @dataclass
 class Calibration:
-    """What repairs are fitted from. size: C; stats: Stats or None; judge(variants) -> {name: dict with ppl, ...} on
-    held-out windows."""
+    """What repairs are fitted from. size: C; stats: Stats or None; moments: {run: {name: float64 [C, C]}} or None;
+    judge(variants) -> [dict with repair, ppl, ...] on held-out windows; ridge, rank: see the repairs."""
 
     size: int
     stats: object = None
+    moments: dict = None
+    ridge: float | None = None
+    rank: int = 64
     estimator: str = "ratio-of-sums"
     order: str = "released"
     seed: int = 0
@@ -60,13 +63,14 @@ class Fit:
 
 
 class Repair:
-    """reads: the field of Stats that a fit needs, or None; closed_form: whether calibrate.py can fit it.
+    """reads: the field of Stats that a fit needs, or None; moments: names of activations.MOMENTS that it needs;
+    closed_form: whether calibrate.py can fit it.
 
     is_matrix: its module is one matrix on the stream, so that it can be scaled, saved inside a model folder, and
     training can start from it. options: flags of calibrate.py that its result depends on.
     """
 
-    reads = None
+    reads, moments = None, ()
     closed_form = True
     is_matrix = True
     options = ()
@@ -172,6 +176,87 @@ class Auto(Repair):
         best = fits[min(seen, key=lambda row: row["ppl"])["repair"]]
         best.header["auto"] = seen
         return best
+
+
+class LeastSquares(Repair):
+    """A matrix on the stream fitted to Y = X^(end) from X = X^(start) by second moments; the whole [C, C] is kept.
+
+    S = X^T X, B = X^T Y. Regularised by a ridge toward the identity, `ridge` times the mean of diag(S), most of which
+    is the attention sink's.
+    """
+
+    moments, options, ridge = ("xx", "xy"), ("ridge",), 1e-6
+
+    def fit_run(self, given, start, end, number):
+        found, eye = given.moments[start, end], torch.eye(given.size, dtype=torch.float64)
+        moments = {name: value.cpu() for name, value in found.items()}
+        ridge = (self.ridge if given.ridge is None else given.ridge) * moments["xx"].diagonal().mean()
+        weight = self.solve(ridge_toward_identity=ridge * eye, given=given, **moments)
+        if not torch.isfinite(weight).all():
+            raise WorkError(f"run [{start}, {end}): the fit of {self.name} is not finite; raise --ridge")
+        return {"weight" if weight.ndim == 2 else "d": weight}
+
+
+@repair("scalar", "one number, by least squares: c = tr(B) / tr(S)")
+class Scalar(LeastSquares):
+    def solve(self, xx, xy, ridge_toward_identity, given):
+        ridge = ridge_toward_identity.trace()
+        return ((xy.trace() + ridge) / (xx.trace() + ridge)).expand(given.size).clone()
+
+
+@repair("least-squares-diagonal", "d on the rotated channels by least squares, not by magnitudes")
+class LeastSquaresDiagonal(LeastSquares):
+    options = ("ridge", "hadamard_order")
+
+    def solve(self, xx, xy, ridge_toward_identity, given):
+        h = rotation(given.size, order=given.order).matrix()
+        before, cross = (h.T @ (part + ridge_toward_identity) @ h for part in (xx, xy))
+        return rotation(given.size, order=given.order).conjugate(cross.diagonal() / before.diagonal())
+
+
+@repair("symmetric", "the best symmetric P by least squares: S P + P S = B + B^T")
+class Symmetric(LeastSquares):
+    def solve(self, xx, xy, ridge_toward_identity, given):
+        values, vectors = torch.linalg.eigh(xx + ridge_toward_identity)
+        target = vectors.T @ (xy + xy.T - 2 * xx) @ vectors  # for P - I
+        found = torch.eye(given.size).double() + vectors @ (target / (values[:, None] + values)) @ vectors.T
+        return (found + found.T) / 2
+
+
+@repair("ghosted", "Ghosted Layers: the best P of all by least squares")
+class Ghosted(LeastSquares):
+    def solve(self, xx, xy, ridge_toward_identity, given):
+        return torch.eye(given.size).double() + torch.linalg.solve(xx + ridge_toward_identity, xy - xx)
+
+
+@repair("low-rank", "LinearPatch plus the best matrix of rank --rank behind it, by least squares")
+class LowRank(LeastSquares):
+    reads, options = "l1_rotated", ("ridge", "rank", "estimator", "hadamard_order")
+
+    def fit_run(self, given, start, end, number):
+        d = scale_vector(given.stats.l1_rotated, start, end, given.estimator)
+        self.patch = rotation(given.size, order=given.order).conjugate(d).double()
+        return super().fit_run(given, start, end, number)
+
+    def solve(self, xx, xy, ridge_toward_identity, given):
+        """Reduced-rank regression of the residual Y - X P: the top right singular vectors of the fitted values."""
+        before = xx + ridge_toward_identity
+        rest = torch.linalg.solve(before, xy - xx @ self.patch)
+        _, _, right = torch.linalg.svd(torch.linalg.cholesky(before).T @ rest)
+        top = right[:given.rank].T
+        return self.patch + rest @ top @ top.T
+
+
+@repair("bures", "the symmetric positive P that keeps second moments: S^-1/2 (S^1/2 Y^T Y S^1/2)^1/2 S^-1/2")
+class Bures(LeastSquares):
+    moments = ("xx", "yy")
+
+    def solve(self, xx, yy, ridge_toward_identity, given):
+        values, vectors = torch.linalg.eigh(xx + ridge_toward_identity)
+        root, inverse = (vectors * values**power @ vectors.T for power in (0.5, -0.5))
+        values, vectors = torch.linalg.eigh(root @ (yy + ridge_toward_identity) @ root)
+        found = inverse @ (vectors * values.clamp(min=0).sqrt() @ vectors.T) @ inverse
+        return (found + found.T) / 2
 
 
 class Network(Repair):
