@@ -1,6 +1,7 @@
 """Speed and memory as ratios measured in one run: `python -m tests.benchmark NAME`.
 
-Rounds of both sides alternate and the median ratio of the rounds counts, so that a noisy machine disturbs both alike. qa and mmlu read their data from $LINEARPATCH_DATA, or from the hub without it.
+Rounds of both sides alternate and the median ratio of the rounds counts, so that a noisy machine disturbs both alike.
+qa and mmlu read their data from $LINEARPATCH_DATA, or from the hub without it.
 """
 
 import argparse
@@ -14,15 +15,15 @@ import torch
 
 from utils import cli
 from utils.activations import collect
-from utils.distillation import Distiller, TrainablePatch, kl_top_k
-from utils.hadamard import rotation
+from utils.data.windows import evaluation_windows
 from utils.decoder import Decoder
+from utils.distillation import Distiller, TrainablePatch, kl_top_k
+from utils.evaluation.objectives import window_losses
+from utils.hadamard import rotation
 from utils.models import EMBEDDED, find_model, load_decoder, load_tokenizer
 from utils.patch import patch_module, scale_vector
-from utils.evaluation.objectives import window_losses
 from utils.search import greedy
 from utils.variants import Variant, run_variants
-from utils.data.windows import evaluation_windows
 
 
 def embedded_windows(windows, seq_len):
@@ -64,9 +65,9 @@ def bare_forward(decoder, ids, batch_size=1):
 def benchmark_collect(windows=16, seq_len=512, rounds=2):
     """The collecting pass against a bare forward of the decoder stack: time, and extra memory in child processes."""
     decoder, ids = embedded_windows(windows, seq_len)
-    turn = rotation(decoder.hidden_size)
+    basis = rotation(decoder.hidden_size)
     times = alternate({"bare": lambda: bare_forward(decoder, ids),
-                       "collect": lambda: collect(decoder, ids, turn, progress=False)}, rounds)
+                       "collect": lambda: collect(decoder, ids, basis, progress=False)}, rounds)
     bare, full = (statistics.median(times[side]) for side in ("bare", "collect"))
     print(f"bare forward {bare:.2f} s, collecting pass {full:.2f} s for {windows} windows of {seq_len} tokens")
     print(f"ratio {median_ratio(times, 'collect', 'bare'):.3f} (target at most 1.10)")
@@ -101,8 +102,7 @@ def _collect_once(windows, seq_len):
 def benchmark_ppl(windows=2, seq_len=256, rounds=2):
     """One call with dense and vanilla, +d, +P at n = 3, 5, 7 against one call each: time, layers run, results."""
     decoder, ids = embedded_windows(windows, seq_len)
-    turn = rotation(decoder.hidden_size)
-    stats = collect(decoder, ids, turn, progress=False)
+    stats = collect(decoder, ids, rotation(decoder.hidden_size), progress=False)
     variants = [Variant("dense")]
     for start, end in ((13, 16), (12, 17), (12, 19)):
         removed = tuple(range(start, end))
@@ -122,8 +122,8 @@ def benchmark_ppl(windows=2, seq_len=256, rounds=2):
     batch = decoder.inputs(ids[:1])
     ran = run_variants(decoder, batch, variants, lambda index, hidden: None)
     alone = sum(len(v.steps(decoder.num_layers)) for v in variants)
-    print(f"{len(variants)} variants, {windows} windows of {seq_len}: together {statistics.median(times['together']):.2f} s, "
-          f"separately {statistics.median(times['separately']):.2f} s")
+    both, each = (statistics.median(times[side]) for side in ("together", "separately"))
+    print(f"{len(variants)} variants, {windows} windows of {seq_len}: together {both:.2f} s, separately {each:.2f} s")
     print(f"separately / together {median_ratio(times, 'separately', 'together'):.2f}; "
           f"layers and patches run {ran} against {alone}; every variant has its own head in both")
     print(f"largest difference of a window's loss {(results['together'] - results['separately']).abs().max():.1e}")
@@ -163,7 +163,8 @@ def benchmark_qa():
         difference = (ours[0] - theirs).abs()
         largest, count = max(largest, difference.max().item()), count + len(flat)
         scored = [request for group in qa.groups for request in group]
-        apart += [(scored[i], ours[0, i].item(), theirs[i].item()) for i in (difference > 1e-4).nonzero().flatten().tolist()]
+        far = (difference > 1e-4).nonzero().flatten().tolist()
+        apart += [(scored[i], ours[0, i].item(), theirs[i].item()) for i in far]
         offset = 0
         for group in qa.groups:
             part = slice(offset, offset + len(group))
@@ -178,8 +179,8 @@ def benchmark_qa():
     decoder.model.double()
     for request, mine, other in apart:
         exact = score(decoder, [Variant("dense")], make_packs(decoder, [[request]]))[0].item()
-        print(f"  more than 1e-4 apart: {mine:.5f} and {other:.5f}; from the model in float64 ours is {abs(mine - exact):.1e}, "
-              f"the harness {abs(other - exact):.1e} away")
+        print(f"  more than 1e-4 apart: {mine:.5f} and {other:.5f}; from the model in float64 ours is "
+              f"{abs(mine - exact):.1e}, the harness {abs(other - exact):.1e} away")
     print(f"more than 1e-4 apart: {len(apart)} of {count} log-likelihoods")
 
 
@@ -252,8 +253,8 @@ def benchmark_distill(steps=21, seq_len=512, top_k=100, lr=1e-4):
               f"largest relative difference of the losses {worst:.1e}", flush=True)
     used, dense = _peak_of(_online_once, seq_len, top_k, lr), _peak_of(_dense_with_graph, seq_len)
     patches = 3 * 4 * load_decoder(find_model(EMBEDDED)).hidden_size**2
-    print(f"peak memory of online training {used / 2**20:.0f} MiB; the dense model with the activations of one batch and "
-          f"3 C^2 floats {(dense + patches) / 2**20:.0f} MiB")
+    print(f"peak memory of online training {used / 2**20:.0f} MiB; the dense model with the activations of one batch "
+          f"and 3 C^2 floats {(dense + patches) / 2**20:.0f} MiB")
 
 
 def _online_once(seq_len, top_k, lr):
@@ -340,7 +341,7 @@ def benchmark_sleb(windows=2, seq_len=128, n_prune=7):
     """Greedy removal with shared prefixes and bounds against the plain loop: time, removed layers, losses."""
     decoder, ids = embedded_windows(windows, seq_len)
     rounds, removed, times, largest, complete = [], [], {"plain": [], "ours": []}, 0.0, 0
-    for number in range(n_prune):  # one round of each side in turn
+    for number in range(n_prune):  # one round of each side
         start = time.perf_counter()
         layer, losses = plain_round(decoder, ids, removed)
         middle = time.perf_counter()
@@ -364,8 +365,8 @@ def benchmark_sleb(windows=2, seq_len=128, n_prune=7):
           f"{complete} of {sum(len(done['scores']) for done in rounds)}, largest difference {largest:.1e} nats")
 
 
-BENCHMARKS = {"collect": benchmark_collect, "ppl": benchmark_ppl, "qa": benchmark_qa, "mmlu": benchmark_mmlu,
-              "distill": benchmark_distill, "sleb": benchmark_sleb}
+BENCHMARKS = {function.__name__.removeprefix("benchmark_"): function for function in (
+    benchmark_collect, benchmark_ppl, benchmark_qa, benchmark_mmlu, benchmark_distill, benchmark_sleb)}
 
 
 def main():

@@ -202,7 +202,6 @@ def hub_file(label, repository, revision, filename, local):
     """Path in the hub's cache of one file of a hub data set. Raises UserError with the remedy: `local` files."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
-
     wanted = {"repo_id": repository, "filename": filename, "repo_type": "dataset", "revision": revision}
     try:
         return Path(hf_hub_download(**wanted, local_files_only=True))
@@ -211,10 +210,9 @@ def hub_file(label, repository, revision, filename, local):
     try:
         return Path(hf_hub_download(**wanted))
     except (HfHubHTTPError, EntryNotFoundError, OSError) as error:
-        raise UserError(
-            f"{label}: {filename} of {repository} cannot be had from the hub ({type(error).__name__})\n"
-            f"put {local} into a folder and name it by --data-dir or $LINEARPATCH_DATA, or {_embedded_remedy()}"
-        ) from None
+        raise UserError(f"{label}: {filename} of {repository} cannot be had from the hub ({type(error).__name__})\n"
+                        f"put {local} into a folder and name it by --data-dir or $LINEARPATCH_DATA, or "
+                        f"{_embedded_remedy()}") from None
 
 
 def split_lines(text):
@@ -249,10 +247,6 @@ def _suffix(path):
     return Path(path.name.removesuffix(".gz")).suffix
 
 
-def _open(path):
-    return gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")
-
-
 def _decoded(path):
     """The file's text, decoded and otherwise unchanged."""
     content = b"".join(_binary_lines(path))
@@ -266,7 +260,7 @@ def _decoded(path):
 
 def _binary_lines(path):
     try:
-        with _open(path) as file:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
             yield from file
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path}: cannot be read ({error})") from None
@@ -317,7 +311,6 @@ def is_text(value):
 def _parquet_column(path, column):
     """One column of strings of a parquet file as a list."""
     from datasets import Dataset
-
     with tempfile.TemporaryDirectory() as folder:
         try:
             table = Dataset.from_parquet(str(path), cache_dir=folder)

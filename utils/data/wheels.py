@@ -69,10 +69,8 @@ def cache_dir():
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(
-            f"{path}: the cache folder cannot be created ({error.strerror})\n"
-            "set $LINEARPATCH_CACHE to a writable folder"
-        ) from None
+        raise UserError(f"{path}: the cache folder cannot be created ({error.strerror})\n"
+                        "set $LINEARPATCH_CACHE to a writable folder") from None
     return path
 
 
@@ -108,10 +106,8 @@ def _download(requirement, folder):
     wheels = list(Path(folder).glob("*.whl"))
     if done.returncode or not wheels:
         reason = (done.stderr.strip().splitlines() or ["no wheel"])[-1]
-        raise UserError(
-            f"{requirement}: pip could not fetch its wheel ({reason})\n"
-            "connect to a Python package index once, or put the wheel into a folder and set PIP_FIND_LINKS to it"
-        )
+        raise UserError(f"{requirement}: pip could not fetch its wheel ({reason})\nconnect to a Python package index "
+                        "once, or put the wheel into a folder and set PIP_FIND_LINKS to it")
     return wheels[0]
 
 

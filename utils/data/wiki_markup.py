@@ -19,8 +19,7 @@ DROPPED_SECTIONS = {"references", "notes", "footnotes", "citations", "sources", 
 # Removed or replaced before parsing: faster, and the parser loses no paragraph over a malformed reference.
 REFERENCE = re.compile(r"<ref[^>/]*/>|<ref[^>]*>.*?</ref\s*>|<!--.*?-->", re.DOTALL | re.IGNORECASE)
 TEXT_TEMPLATE = re.compile(
-    r"\{\{\s*(convert|lang|nowrap|transl|small|smaller|vanchor|angbr)\s*\|([^{}\[\]]*)\}\}", re.IGNORECASE
-)
+    r"\{\{\s*(convert|lang|nowrap|transl|small|smaller|vanchor|angbr)\s*\|([^{}\[\]]*)\}\}", re.IGNORECASE)
 LEFTOVERS = re.compile(r"\[\[|\]\]|\{\{|\}\}|\{\||\|\}|<[a-z/!]|__[A-Z]+__|^[|!]", re.MULTILINE)
 
 
@@ -60,7 +59,6 @@ def _pages(dump):
 def article_text(title, markup):
     """Readable text of one article: no references, tables, files, categories, templates or link lists."""
     import mwparserfromhell
-
     markup = TEXT_TEMPLATE.sub(_template_text, REFERENCE.sub("", markup))
     code = mwparserfromhell.parse(markup)
     for tag in code.filter_tags(matches=lambda tag: str(tag.tag).lower().strip() in DROPPED_TAGS):
