@@ -30,6 +30,11 @@ def arguments():
                    help="; ".join(f"{name}: {repair.help}" for name, repair in fitted.items()))
     p.add_argument("--estimator", choices=ESTIMATORS, default="ratio-of-sums",
                    help="of d: the paper's ratio of sums, or the released code's mean of per-sample ratios")
+    p.add_argument("--ridge", type=cli.amount, help="of fits by least squares, times the mean of the diagonal of X^T X; "
+                   "default 1e-6 on the stream, 1e-3 on an MLP's output")
+    p.add_argument("--rank", type=cli.positive, default=64, help="of --repair low-rank")
+    p.add_argument("--exclude-first-token", action="store_true",
+                   help="leave the first token of each window, the attention sink, out of fits by least squares")
     p.add_argument("--hadamard-order", choices=["released", "paper"], default="released",
                    help="order of the Kronecker factors of H where C is not a power of two")
     p.add_argument("--sigma-windows", type=cli.non_negative, default=0,
@@ -69,12 +74,18 @@ def main():
         session.tokenizer  # a model folder needs one: fail before any work
     pruned = {path: session.read_selection(path) for path in args.selection}
 
-    # The statistics, only where a repair or sigma_d needs text.
-    given, measured = Calibration(session.source.shape[1], None, args.estimator, args.hadamard_order, args.seed), None
+    # The statistics, only where a repair or sigma_d needs text; moments of all runs in one pass, when first asked for.
+    runs = sorted({run for variant in pruned.values() for run in variant.layers.runs})
+    wanted = sorted({name for repair in args.repair for name in REPAIRS[repair].moments})
+    given = Calibration(session.source.shape[1], None, args.estimator, args.hadamard_order, args.seed, args.ridge,
+                        args.rank, lambda run: session.moments(runs, wanted, args.exclude_first_token)[run],
+                        lambda variants: judge(variants, args, session))
+    measured = None
     if args.sigma_windows or any(REPAIRS[name].reads for name in args.repair):
         given.stats, *measured = session.stats(args.stats, args.hadamard_order)
-    given.judge = lambda variants: judge(variants, args, session)
-    spreads = Spreads(args, session, sorted({run for variant in pruned.values() for run in variant.layers.runs}))
+    elif wanted:
+        measured = session.windows_recipe()
+    spreads = Spreads(args, session, runs)
 
     # One file for each selection and repair.
     for (path, name), out in outs.items():
@@ -94,7 +105,7 @@ def make_patch(out, pruned, repair, args, session, given, measured, spreads):
     """
     recipe = {"model": session.source.identity(), "removed": pruned.removed, "metric": pruned.about["metric"],
               "repair": repair.name, "seed": args.seed, "sigma_windows": args.sigma_windows}
-    if repair.reads or args.sigma_windows:
+    if repair.reads or repair.moments or args.sigma_windows:
         recipe |= {"stats": measured[0], **{name: getattr(args, name) for name in repair.options}}
     if reusable(out, "patch", recipe, args.force):
         return

@@ -175,10 +175,7 @@ def describe(reads, args, session):
         _, recipe, calibration = session.stats(args.stats)
         return {"stats": recipe}, calibration
     if reads == "windows":
-        windows = session.calibration()
-        count, seq_len = windows.ids.shape
-        return {"token_ids_sha256": windows.info["token_ids_sha256"], "windows": count, "seq_len": seq_len,
-                "dtype": session.dtype_name}, windows.info
+        return session.windows_recipe()
     return {"seed": args.seed} if reads == "seed" else {}, None
 
 

@@ -34,17 +34,20 @@ def repair(name, help):
 
 @dataclass
 class Calibration:
-    """What repairs are fitted from. size: C; stats: Stats or None; moments: {run: {name: float64 [C, C]}} or None;
-    judge(variants) -> [dict with repair, ppl, ...] on held-out windows; ridge, rank: see the repairs."""
+    """What repairs are fitted from, and how.
+
+    size: C; stats: Stats or None; ridge (None: the repair's own) and rank of fits by least squares; moments(run) ->
+    {name: float64 [C, C]}; judge(variants) -> [dict with repair, ppl, ...] on held-out windows.
+    """
 
     size: int
     stats: object = None
-    moments: dict = None
-    ridge: float | None = None
-    rank: int = 64
     estimator: str = "ratio-of-sums"
     order: str = "released"
     seed: int = 0
+    ridge: float | None = None
+    rank: int = 64
+    moments: object = None
     judge: object = None
 
 
@@ -185,10 +188,10 @@ class LeastSquares(Repair):
     is the attention sink's.
     """
 
-    moments, options, ridge = ("xx", "xy"), ("ridge",), 1e-6
+    moments, options, ridge = ("xx", "xy"), ("ridge", "exclude_first_token"), 1e-6
 
     def fit_run(self, given, start, end, number):
-        found, eye = given.moments[start, end], torch.eye(given.size, dtype=torch.float64)
+        found, eye = given.moments((start, end)), torch.eye(given.size, dtype=torch.float64)
         moments = {name: value.cpu() for name, value in found.items()}
         ridge = (self.ridge if given.ridge is None else given.ridge) * moments["xx"].diagonal().mean()
         weight = self.solve(ridge_toward_identity=ridge * eye, given=given, **moments)
@@ -206,7 +209,7 @@ class Scalar(LeastSquares):
 
 @repair("least-squares-diagonal", "d on the rotated channels by least squares, not by magnitudes")
 class LeastSquaresDiagonal(LeastSquares):
-    options = ("ridge", "hadamard_order")
+    options = ("ridge", "exclude_first_token", "hadamard_order")
 
     def solve(self, xx, xy, ridge_toward_identity, given):
         h = rotation(given.size, order=given.order).matrix()
@@ -231,7 +234,7 @@ class Ghosted(LeastSquares):
 
 @repair("low-rank", "LinearPatch plus the best matrix of rank --rank behind it, by least squares")
 class LowRank(LeastSquares):
-    reads, options = "l1_rotated", ("ridge", "rank", "estimator", "hadamard_order")
+    reads, options = "l1_rotated", ("ridge", "rank", "exclude_first_token", "estimator", "hadamard_order")
 
     def fit_run(self, given, start, end, number):
         d = scale_vector(given.stats.l1_rotated, start, end, given.estimator)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from utils.activations import Stats, collect
+from utils.activations import Stats, collect, collect_moments
 from utils.artifacts import Stopwatch, read_header, read_json, recipe_difference, reusable
 from utils.cli import seed_everything
 from utils.data.windows import calibration_windows
@@ -28,7 +28,7 @@ class Session:
 
     def __init__(self, args):
         self.args, self.watch = args, Stopwatch()
-        self._windows, self._stats = {}, {}
+        self._windows, self._stats, self._moments = {}, {}, {}
         seed_everything(getattr(args, "seed", 0))
         self.source = find_model(args.model, args.trust_remote_code)
         self.device = pick_device(args.device)
@@ -98,6 +98,20 @@ class Session:
                       "rotation": rotated.info()}
             self._stats[path, order] = self._had_or_collected(path, windows, rotated, recipe), recipe, windows.info
         return self._stats[path, order]
+
+    def windows_recipe(self):
+        """(what determines a pass over the calibration windows, calibration info)."""
+        windows = self.calibration()
+        return {"token_ids_sha256": windows.info["token_ids_sha256"], "windows": len(windows.ids),
+                "seq_len": windows.ids.shape[1], "dtype": self.dtype_name}, windows.info
+
+    def moments(self, runs, wanted, skip_first=False):
+        """{run: {name: float64 [C, C]}} of the calibration windows, as activations.collect_moments gives them."""
+        key = tuple(runs), tuple(wanted), skip_first
+        if key not in self._moments:
+            self._moments[key] = collect_moments(self.decoder, self.calibration().ids, runs, wanted,
+                                                 self.args.batch_size, skip_first)
+        return self._moments[key]
 
     def _had_or_collected(self, path, windows, rotated, recipe):
         if self._holds_more(path, recipe):
