@@ -192,7 +192,7 @@ class LeastSquares(Repair):
 
     def fit_run(self, given, start, end, number):
         found, eye = given.moments((start, end)), torch.eye(given.size, dtype=torch.float64)
-        moments = {name: value.cpu() for name, value in found.items()}
+        moments = {name: found[name].cpu() for name in self.moments}
         ridge = (self.ridge if given.ridge is None else given.ridge) * moments["xx"].diagonal().mean()
         weight = self.solve(ridge_toward_identity=ridge * eye, given=given, **moments)
         if not torch.isfinite(weight).all():
