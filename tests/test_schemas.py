@@ -49,7 +49,7 @@ def test_a_good_artifact_is_read_as_it_was_written(tmp_path, kind):
     ("patch", "about.repair", GONE), ("patch", "hadamard_order", "zzz"), ("patch", "training.top_k", 0),
     ("patch", "kept", GONE), ("stats", "recipe", GONE), ("progress", "rounds", {}), ("checkpoint", "step", -1),
     ("checkpoint", "best", GONE), ("checkpoint", "best", "x"), ("teacher", "sha256", "abc"), ("teacher", "windows", [1]),
-    ("figure", "csv_sha256", None), ("overhead", "results.0.rows", [1])])
+    ("figure", "csv_sha256", None), ("figure", "recipe", "long " * 100), ("overhead", "results.0.rows", [1])])
 def test_a_damaged_field_is_named(kind, path, value):
     found = problem(kind, changed(GOOD[kind], path, value))
     assert f"'{path.removeprefix('results.0.')}" in found and ("missing" if value is GONE else "damaged") in found
@@ -74,6 +74,7 @@ def test_a_damaged_field_of_a_row_is_named_with_the_row(kind, field, value):
 
 @pytest.mark.parametrize("kind, change, words", [
     ("ppl", {"window_nll": [1.0]}, "1 losses of 4 windows"), ("ppl", {"ppl": 3.01}, "ppl 3.01 is not exp of"),
+    ("ppl", {"ppl": math.exp(1.15) * (1 + 1e-7)}, "is not exp of its mean loss 1.15"),
     ("ppl", {"nll_mean": 1.0}, "nll_mean"), ("ppl", {"window_nll": [800.0] * 4}, "is not exp of"),
     ("qa", {"acc_norm_items": "01"}, "acc_norm has 2 items of 4"), ("qa", {"acc_items": "0001"}, "acc 0.5 is not"),
     ("qa", {"value": 0.25}, "value 0.25 is not its acc_norm"), ("qa", {"predictions": {"0": 3}}, "3 items of 4"),
