@@ -60,7 +60,8 @@ def test_a_damaged_field_is_named(kind, path, value):
 @pytest.mark.parametrize("kind, field, value", [
     ("ppl", "variant", None), ("ppl", "about.n", 1.5), ("ppl", "dataset", [1]), ("ppl", "ppl", "x"),
     ("ppl", "ppl", 0.0), ("ppl", "ppl", GONE), ("ppl", "ppl", math.inf), ("ppl", "window_nll", "abc"),
-    ("ppl", "window_nll.1", None), ("ppl", "window_nll.1", math.nan), ("ppl", "ppl_ci95", [1.0]), ("ppl", "ppl_ci95", GONE),
+    ("ppl", "window_nll.1", None), ("ppl", "window_nll.1", math.nan), ("ppl", "ppl_ci95", [1.0]),
+    ("ppl", "ppl_ci95", GONE),
     ("ppl", "windows", 0), ("ppl", "sha256", "abc"), ("ppl", "removed", [-2]), ("ppl", "corpus", None),
     ("qa", "n", GONE), ("qa", "n", 0), ("qa", "metric", "foo"), ("qa", "value", 3), ("qa", "acc_items", "01x1"),
     ("qa", "acc_norm_stderr", "x"), ("qa", "predictions", []), ("qa", "predictions.0", -1), ("qa", "task", GONE),
