@@ -68,6 +68,13 @@ class Patch(Removal):
     auto: list[dict] = []
 
 
+class Folder(Schema):
+    """linearpatch.json of a saved model folder."""
+
+    about: About
+    removed: list[Count]
+
+
 class Stats(Schema):
     model: Identity
     recipe: dict
@@ -239,7 +246,7 @@ class Figure(Schema):
     csv_sha256: Sha256
 
 
-SCHEMAS = {"selection": Selection, "patch": Patch, "stats": Stats, "progress": Progress, "checkpoint": Checkpoint,
+SCHEMAS = {"folder": Folder, "selection": Selection, "patch": Patch, "stats": Stats, "progress": Progress, "checkpoint": Checkpoint,
            "teacher": Teacher, "ppl": Ppl, "qa": Qa, "mmlu": Mmlu, "overhead": Overhead, "figure": Figure}
 
 
