@@ -246,7 +246,8 @@ class Figure(Schema):
     csv_sha256: Sha256
 
 
-SCHEMAS = {"folder": Folder, "selection": Selection, "patch": Patch, "stats": Stats, "progress": Progress, "checkpoint": Checkpoint,
+SCHEMAS = {"folder": Folder, "selection": Selection, "patch": Patch, "stats": Stats, "progress": Progress,
+           "checkpoint": Checkpoint,
            "teacher": Teacher, "ppl": Ppl, "qa": Qa, "mmlu": Mmlu, "overhead": Overhead, "figure": Figure}
 
 
