@@ -8,6 +8,7 @@ an interrupted call goes on where it stopped.
 import torch
 
 from utils import cli
+from utils.data.corpora import CORPORA
 from utils.data.windows import describe, evaluation_windows
 from utils.evaluation.objectives import summarise, window_losses
 from utils.evaluation.results import ResultFile
@@ -20,8 +21,8 @@ def arguments():
     cli.add_model_flags(p)
     cli.add_variant_flags(p)
     p.add_argument("--datasets", nargs="+", default=None,
-                   help="wikitext2 c4 c4-new ptb ptb-new wiki news, or files; default wiki news for the embedded "
-                        "model, else wikitext2 c4 ptb")
+                   help=f"{' '.join(CORPORA)}, or files; default wiki news for the embedded model, else "
+                        "wikitext2 c4 ptb")
     p.add_argument("--seq-len", type=cli.positive, default=2048, help="tokens a window")
     p.add_argument("--limit-windows", type=cli.positive, help="take the first K windows only")
     p.add_argument("--bos", choices=["stream", "window"], default="stream",
@@ -43,8 +44,7 @@ def main():
     session = Session(args)
     session.check_seq_len(args.seq_len)
     variants = session.variants()
-    datasets = list(dict.fromkeys(args.datasets or [])) or (
-        ["wiki", "news"] if session.embedded_text else ["wikitext2", "c4", "ptb"])
+    datasets = list(dict.fromkeys(args.datasets or session.corpora))
 
     corpora = {name: evaluation_windows(name, session.tokenizer, args.seq_len, bos=args.bos, limit=args.limit_windows,
                                         data_dir=args.data_dir, unk=args.ptb_unk, stride=args.stride)

@@ -238,7 +238,7 @@ def plan_1b(inputs):
             scaled = {end: LinearPatch(alpha * patch.weight) for end, patch in patched.modules.items()}
             variants.append(Variant(f"{alpha} {patched.name}", patched.layers, scaled))
             about.append((patched.name, alpha, level))
-    names = list(dict.fromkeys(args.datasets or ["wiki" if session.embedded_text else "wikitext2"]))
+    names = list(dict.fromkeys(args.datasets or session.corpora[:1]))
     corpora = {name: evaluation_windows(name, session.tokenizer, args.seq_len, limit=args.limit_windows,
                                         data_dir=args.data_dir) for name in names}
 
@@ -269,7 +269,8 @@ def plan_2(inputs):
 
     def compute():
         rows = []
-        for found in token_scaling_spread(inputs.session.decoder, ids, runs, rotated, keep=SAMPLED, seed=inputs.args.seed):
+        spreads = token_scaling_spread(inputs.session.decoder, ids, runs, rotated, keep=SAMPLED, seed=inputs.args.seed)
+        for found in spreads:
             for basis, suffix in (("raw", ""), ("rotated", "_rotated")):
                 logs = numpy.log10(found["values" + suffix].double().numpy())
                 if len(logs) < 2 or numpy.ptp(logs) == 0:

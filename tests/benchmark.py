@@ -16,14 +16,20 @@ import torch
 from utils import cli
 from utils.activations import collect
 from utils.data.windows import evaluation_windows
-from utils.decoder import Decoder
-from utils.distillation import Distiller, TrainablePatch, kl_top_k
-from utils.evaluation.objectives import window_losses
+from utils.decoder import Decoder, Variant, run_variants
+from utils.distillation import Distiller, kl_top_k
+from utils.evaluation.objectives import NextToken, window_losses
 from utils.hadamard import rotation
+from utils.layers import Layers
 from utils.models import EMBEDDED, find_model, load_decoder, load_tokenizer
-from utils.patch import patch_module, scale_vector
+from utils.networks import TrainablePatch
+from utils.repairs import REPAIRS, Calibration
 from utils.search import greedy
-from utils.variants import Variant, run_variants
+
+
+def dense(decoder):
+    """The model itself."""
+    return Variant("dense", Layers(decoder.num_layers))
 
 
 def embedded_windows(windows, seq_len):
@@ -103,13 +109,11 @@ def benchmark_ppl(windows=2, seq_len=256, rounds=2):
     """One call with dense and vanilla, +d, +P at n = 3, 5, 7 against one call each: time, layers run, results."""
     decoder, ids = embedded_windows(windows, seq_len)
     stats = collect(decoder, ids, rotation(decoder.hidden_size), progress=False)
-    variants = [Variant("dense")]
+    given, variants = Calibration(decoder.hidden_size, stats), [dense(decoder)]
     for start, end in ((13, 16), (12, 17), (12, 19)):
-        removed = tuple(range(start, end))
-        variants.append(Variant(f"vanilla n={end - start}", removed))
-        for scaling, l1 in (("diagonal", stats.l1_raw), ("hadamard", stats.l1_rotated)):
-            patch = patch_module(scaling, d=scale_vector(l1, start, end))
-            variants.append(Variant(f"{scaling} n={end - start}", removed, {end: patch}))
+        layers = Layers(decoder.num_layers, tuple(range(start, end)))
+        variants += [REPAIRS[name].fit(given, layers).variant(layers) for name in ("none", "diagonal", "hadamard")]
+        variants[-3].modules.clear()  # vanilla: without the identity
     results = {}
 
     def together():
@@ -121,7 +125,7 @@ def benchmark_ppl(windows=2, seq_len=256, rounds=2):
     times = alternate({"together": together, "separately": separately}, rounds)
     batch = decoder.inputs(ids[:1])
     ran = run_variants(decoder, batch, variants, lambda index, hidden: None)
-    alone = sum(len(v.steps(decoder.num_layers)) for v in variants)
+    alone = sum(len(v.steps()) for v in variants)
     both, each = (statistics.median(times[side]) for side in ("together", "separately"))
     print(f"{len(variants)} variants, {windows} windows of {seq_len}: together {both:.2f} s, separately {each:.2f} s")
     print(f"separately / together {median_ratio(times, 'separately', 'together'):.2f}; "
@@ -155,7 +159,7 @@ def benchmark_qa():
         flat = [texts for item in qa.texts for texts in item]
         requests = [Instance("loglikelihood", {}, texts, index) for index, texts in enumerate(flat)]
         start = time.perf_counter()
-        ours, _ = score(decoder, [Variant("dense")], make_packs(decoder, qa.groups))
+        ours, _ = score(decoder, [dense(decoder)], make_packs(decoder, qa.groups))
         middle = time.perf_counter()
         theirs = torch.tensor([value for value, _ in plain.loglikelihood(requests, disable_tqdm=True)]).double()
         times = {"ours": middle - start, "harness": time.perf_counter() - middle}
@@ -178,7 +182,7 @@ def benchmark_qa():
           f"largest difference of a log-likelihood {largest:.1e}; equal predictions {equal} of {items}")
     decoder.model.double()
     for request, mine, other in apart:
-        exact = score(decoder, [Variant("dense")], make_packs(decoder, [[request]]))[0].item()
+        exact = score(decoder, [dense(decoder)], make_packs(decoder, [[request]]))[0].item()
         print(f"  more than 1e-4 apart: {mine:.5f} and {other:.5f}; from the model in float64 ours is "
               f"{abs(mine - exact):.1e}, the harness {abs(other - exact):.1e} away")
     print(f"more than 1e-4 apart: {len(apart)} of {count} log-likelihoods")
@@ -204,7 +208,7 @@ def benchmark_mmlu(subjects=10, limit=50):
         ours = {}
         start = time.perf_counter()
         for group in by_shots.values():
-            values = score_behind_prefix(decoder, [Variant("dense")], [r for i in group for r in requests[i]])
+            values = score_behind_prefix(decoder, [dense(decoder)], [r for i in group for r in requests[i]])
             ours |= dict(zip(group, values[0].view(-1, 4).argmax(1).tolist()))
         middle = time.perf_counter()
         theirs = {}
@@ -276,7 +280,7 @@ class _Recipe:
     def __init__(self, decoder, start, end, top_k, lr):
         removed = tuple(range(start, end))
         patch = TrainablePatch(torch.eye(decoder.hidden_size), "full")
-        self.distiller = Distiller(decoder, removed, {end: patch}, top_k)
+        self.distiller = Distiller(decoder, Layers(decoder.num_layers, removed), {end: patch}, top_k)
         self.decoder, self.top_k = decoder, top_k
         self.optimizer = torch.optim.AdamW(self.distiller.parameters, lr=lr)
 
@@ -300,7 +304,7 @@ class _Recipe:
 
         def loss():
             inputs, hidden = self.distiller.interface(ids)
-            for layer in range(self.distiller.runs[0][1], self.decoder.num_layers):
+            for layer in range(self.distiller.layers.runs[0][1], self.decoder.num_layers):
                 if layer in self.distiller.patches:
                     hidden = self.distiller.patches[layer](hidden)
                 hidden = self.decoder.layer(inputs, layer, hidden)
@@ -340,12 +344,13 @@ def plain_round(decoder, ids, removed, first=1, last=1):
 def benchmark_sleb(windows=2, seq_len=128, n_prune=7):
     """Greedy removal with shared prefixes and bounds against the plain loop: time, removed layers, losses."""
     decoder, ids = embedded_windows(windows, seq_len)
+    objective = NextToken(decoder, ids)
     rounds, removed, times, largest, complete = [], [], {"plain": [], "ours": []}, 0.0, 0
     for number in range(n_prune):  # one round of each side
         start = time.perf_counter()
         layer, losses = plain_round(decoder, ids, removed)
         middle = time.perf_counter()
-        greedy(decoder, ids, number + 1, rounds=rounds, progress=False,
+        greedy(decoder, objective, number + 1, 1, 1, rounds=rounds, progress=False,
                after_round=lambda done: rounds.append(done[-1]))
         times["plain"].append(middle - start)
         times["ours"].append(time.perf_counter() - middle)

@@ -4,8 +4,6 @@ import gzip
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -214,25 +212,26 @@ def hub_stand_in(cache, repository, config, rows):
         "version": {"version_str": "0.0.0", "major": 0, "minor": 0, "patch": 0}, "features": table.features.to_dict()}))
 
 
-def test_tasks_from_the_hub_come_out_of_its_cache_without_network(folders, tmp_path):
+def test_tasks_from_the_hub_come_out_of_its_cache_without_network(script, folders, tmp_path, monkeypatch):
+    import datasets
+    from huggingface_hub import constants
     rows = [{"premise": f"The man turned on tap {i}.", "choice1": "The toilet filled.", "choice2": "Water flowed.",
              "question": "effect", "idx": i, "label": i % 2} for i in range(5)]
     hub_stand_in(tmp_path / "cache", "aps/super_glue", "copa", rows)
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "LINEARPATCH_DATA": "",
-                   "HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "home")}
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
     def call(task):
-        return subprocess.run([sys.executable, "eval_qa.py", "--model", str(folders("llama")), "--tasks", task, "--out",
-                               str(tmp_path / "qa.json")], cwd=ROOT, env=environment, capture_output=True, text=True)
+        return script("eval_qa", "--model", folders("llama"), "--tasks", task, "--out", tmp_path / "qa.json")
 
-    done = call("copa")
-    assert done.returncode == 0, done.stderr
+    code, _, err = call("copa")
+    assert code == 0, err
     row = json.loads((tmp_path / "qa.json").read_text())["results"][0]
     assert (row["task"], row["n"], row["metric"]) == ("copa", 5, "acc")
     before = (tmp_path / "qa.json").read_bytes()
-    missing = call("boolq")
-    assert missing.returncode == 2 and "Traceback" not in missing.stderr, missing.stderr
-    assert "--data-dir" in missing.stderr and (tmp_path / "qa.json").read_bytes() == before
+    code, _, err = call("boolq")
+    assert code == 2 and "Traceback" not in err and "--data-dir" in err, err
+    assert (tmp_path / "qa.json").read_bytes() == before
 
 
 def test_rows_of_another_tokenizer_are_not_reused(script, folders, tmp_path):

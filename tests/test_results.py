@@ -85,6 +85,8 @@ def test_only_what_is_missing_is_evaluated(call, stored):
     done, out = call([DENSE, ONE], ["a", "b"])
     assert done == [("a", "one"), ("b", "dense"), ("b", "one")] and "1 of 4 rows reused" in out
     assert stored()["provenance"] == {"decoder": "loaded"}
+    call([DENSE, ONE], ["c", "b"])
+    assert stored()["provenance"] == {"decoder": "loaded"}  # also where the last part was there already
 
 
 def test_other_settings_another_model_and_another_variant_of_the_name_are_evaluated_anew(call, stored):

@@ -72,14 +72,6 @@ def read_json(path, kind, remedy=REMEDY):
     return _checked(text, path, kind, remedy)
 
 
-class _NotFinite(Exception):
-    pass
-
-
-def _refuse_constant(name):
-    raise _NotFinite(name)
-
-
 def write_tensors(path, kind, tensors, content):
     """Write tensors ({name: tensor}) with `content` as JSON in the header. Raises WorkError on non-finite values."""
     for name, tensor in tensors.items():
@@ -96,12 +88,22 @@ def write_tensors(path, kind, tensors, content):
 
 def read_header(path, kind):
     """The JSON in the header of a safetensors artifact, without reading its tensors."""
-    return _open_tensors(path, kind, names_only=True)[0]
+    return read_tensors(path, kind, wanted=False)[0]
 
 
-def read_tensors(path, kind):
-    """(header, {name: tensor}) of a safetensors artifact of `kind`."""
-    return _open_tensors(path, kind, names_only=False)
+def read_tensors(path, kind, wanted=True):
+    """(header, {name: tensor}) of a safetensors artifact of `kind`; the tensors only where they are wanted."""
+    if not Path(path).is_file():
+        raise UserError(f"{path}: no such file")
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()} if wanted else {}
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: not a readable safetensors file ({str(error).splitlines()[0]})") from None
+    if HEADER not in metadata:
+        raise UserError(f"{path}: a safetensors file, but not a {kind} written by this project")
+    return _checked(metadata[HEADER], path, kind), tensors
 
 
 def read_entry(path, place):
@@ -136,31 +138,18 @@ def kind_of(path):
     return content and content["format"].removeprefix("linearpatch/").partition("@")[0]
 
 
-def _open_tensors(path, kind, names_only):
-    if not Path(path).is_file():
-        raise UserError(f"{path}: no such file")
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {} if names_only else {name: file.get_tensor(name) for name in file.keys()}
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: not a readable safetensors file ({str(error).splitlines()[0]})") from None
-    if HEADER not in metadata:
-        raise UserError(f"{path}: a safetensors file, but not a {kind} written by this project")
-    return _checked(metadata[HEADER], path, kind), tensors
-
-
 def _format(kind):
     return f"linearpatch/{kind}@{SCHEMAS[kind].version}"
 
 
 def _checked(text, path, kind, remedy=REMEDY):
     """The content of an artifact from its JSON, as it stands there, if it is what its kind holds (utils/schemas.py)."""
+    def refuse(constant):
+        raise UserError(f"{path}: holds {constant}, which is never a result; {remedy}")
+
     try:
-        content = json.loads(text, parse_constant=_refuse_constant)
-    except _NotFinite as error:
-        raise UserError(f"{path}: holds {error}, which is never a result; {remedy}") from None
-    except (json.JSONDecodeError, RecursionError):
+        content = json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError):
         raise UserError(f"{path}: not a JSON file; expected a {kind} written by this project") from None
     found = content.get("format") if isinstance(content, dict) else None
     if found == _format(kind):

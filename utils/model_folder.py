@@ -1,7 +1,6 @@
 """Cut layers out of a model, attach patches, and save the result as an ordinary Hugging Face folder."""
 
 import copy
-import json
 import os
 import shutil
 import tempfile
@@ -12,10 +11,10 @@ import transformers
 from torch import nn
 
 from utils import modeling_linearpatch
+from utils.artifacts import read_json, write_json
 from utils.errors import UserError
 
 INDEX_LISTS = ("mlp_only_layers", "full_attn_idxs")  # lists OF layer indices
-FORMAT = "linearpatch/folder@2"
 NOT_PER_LAYER = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "keys_to_ignore_at_inference")
 
 
@@ -139,19 +138,16 @@ def _share_buffers(model, patched):
 
 
 def origin(folder):
-    """The content of linearpatch.json in a folder that this project wrote; {} elsewhere."""
-    try:
-        content = json.loads((Path(folder) / "linearpatch.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    """The content of linearpatch.json in a folder that this project wrote; {} elsewhere. UserError when damaged."""
+    path = Path(folder) / "linearpatch.json"
+    return read_json(path, "folder", "save the model anew") if path.is_file() else {}
 
 
 def save_folder(decoder, tokenizer, variant, folder, more):
     """Write `variant` as a complete model folder, atomically; the decoder's model is cut in place.
 
     config, safetensors, tokenizer, generation config, and linearpatch.json with the layer lists, the variant's `about`,
-    where patches sit, and `more`. With patches or narrow layers also modeling_linearpatch.py: the folder then loads with
+    where patches sit, and `more`. With patches or narrow layers also modeling_linearpatch.py: it then loads with
     trust_remote_code=True only. What lies at `folder` is replaced: cli.check_outputs says what may be. Raises
     UserError on what cannot be saved.
     """
@@ -169,12 +165,12 @@ def save_folder(decoder, tokenizer, variant, folder, more):
         if hasattr(model.config, "linear_patch_base"):
             (temporary / "modeling_linearpatch.py").write_text(_remote_code(model.config.linear_patch_base))
         positions = [layers.position(index) - 1 for index in places]
-        (temporary / "linearpatch.json").write_text(json.dumps({
-            "format": FORMAT, **layers.json(), "about": variant.about, "removed_layers": list(layers.removed),
+        write_json(temporary / "linearpatch.json", "folder", {
+            **layers.json(), "about": variant.about, "removed_layers": list(layers.removed),
             "patch_position": positions[0] if len(positions) == 1 else positions or None,
             "patch_position_meaning": "acts on the output of this kept layer, numbered in the saved model; "
                                       "-1: embedding",
-            **more}, indent=1) + "\n")
+            **more})
         os.chmod(temporary, 0o755)
         old = Path(f"{temporary}.old")
         if folder.exists():

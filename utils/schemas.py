@@ -17,6 +17,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Interval = Annotated[list[Positive], Field(min_length=2, max_length=2)]
 Run = Annotated[list[Count], Field(min_length=2, max_length=2)]
 Items = Annotated[str, Field(pattern="^[01]+$")]  # right or wrong, one character an item
+Letters = Annotated[dict[Literal["A", "B", "C", "D"], Count], Field(min_length=4)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 ROUNDING = 1e-9  # relative: what two ways to compute one number may differ by
 
@@ -46,9 +47,6 @@ class About(Schema):
     stage: Literal["dense", "pruned", "calibrated", "distilled", "merged", "narrowed"]
 
 
-# ----- layers and repairs
-
-
 class Removal(Schema):
     model: Identity
     about: About
@@ -63,19 +61,18 @@ class Selection(Removal):
     scores: list[dict] = []
 
 
-class Training(Schema):
-    trainable: str
-    loss: str
-    top_k: Size
-    init: str
-    replace: str | None
-
-
 class Patch(Removal):
     hadamard_order: Literal["released", "paper"] = "released"
-    training: Training = None
+    training: dict = {}
     sigma_d: list[dict] = []
     auto: list[dict] = []
+
+
+class Folder(Schema):
+    """linearpatch.json of a saved model folder."""
+
+    about: About
+    removed: list[Count]
 
 
 class Stats(Schema):
@@ -105,9 +102,6 @@ class Teacher(Schema):
     recipe: dict
     windows: Run
     sha256: Sha256
-
-
-# ----- results
 
 
 class Row(Schema):
@@ -143,10 +137,8 @@ class PplRow(Row):
         if len(self.window_nll) != self.windows:
             raise ValueError(f"{len(self.window_nll)} losses of {self.windows} windows")
         mean = fmean(self.window_nll)
-        if not _close(math.log(self.ppl), mean):
-            raise ValueError(f"ppl {self.ppl:.6g} is not exp of its mean loss {mean:.6g}")
-        if not _close(self.nll_mean, mean):
-            raise ValueError(f"nll_mean {self.nll_mean:.6g} is not its mean loss {mean:.6g}")
+        if not (_close(math.log(self.ppl), mean) and _close(self.nll_mean, mean)):
+            raise ValueError(f"ppl {self.ppl:.6g} or nll_mean {self.nll_mean:.6g} is not of its mean loss {mean:.6g}")
         return self
 
 
@@ -182,15 +174,6 @@ class QaRow(Row):
         return self
 
 
-class Letters(Schema):
-    A: Count
-    B: Count
-    C: Count
-    D: Count
-
-    model_config = ConfigDict(extra="forbid")
-
-
 class MmluRow(Row):
     subject: str
     category: Literal["stem", "humanities", "social_sciences", "other"]
@@ -203,8 +186,7 @@ class MmluRow(Row):
     @model_validator(mode="after")
     def agrees(self):
         _items_agree(self.accuracy, self.items, self.n, "accuracy")
-        chosen = sum(self.predicted.model_dump().values())
-        if chosen != self.n:
+        if (chosen := sum(self.predicted.values())) != self.n:
             raise ValueError(f"predicted letters of {chosen} questions of {self.n}")
         return self
 
@@ -264,7 +246,8 @@ class Figure(Schema):
     csv_sha256: Sha256
 
 
-SCHEMAS = {"selection": Selection, "patch": Patch, "stats": Stats, "progress": Progress, "checkpoint": Checkpoint,
+SCHEMAS = {"folder": Folder, "selection": Selection, "patch": Patch, "stats": Stats, "progress": Progress,
+           "checkpoint": Checkpoint,
            "teacher": Teacher, "ppl": Ppl, "qa": Qa, "mmlu": Mmlu, "overhead": Overhead, "figure": Figure}
 
 

@@ -61,9 +61,11 @@ class Session:
                 [sum(p.numel() for p in layer.parameters()) for layer in layers])
 
     @property
-    def embedded_text(self):
-        """Whether default corpora are the embedded ones: for the embedded model, unless local data sets are given."""
-        return self.args.model == EMBEDDED and not self.args.data_dir
+    def corpora(self):
+        """Names of the default corpora, the first one for calibration: embedded ones for the embedded model, unless
+        local data sets are given."""
+        embedded = self.args.model == EMBEDDED and not self.args.data_dir
+        return ("wiki", "news") if embedded else ("wikitext2", "c4", "ptb")
 
     @property
     def dtype_name(self):
@@ -80,10 +82,9 @@ class Session:
         args, samples = self.args, samples or self.args.calib_samples
         if (part, samples) not in self._windows:
             self.check_seq_len(args.seq_len)
-            corpus = args.calib_data or ("wiki" if self.embedded_text else "wikitext2")
             self._windows[part, samples] = calibration_windows(
-                corpus, self.tokenizer, samples, args.seq_len, seed=args.seed, sampling=args.calib_sampling,
-                data_dir=args.data_dir, part=part)
+                args.calib_data or self.corpora[0], self.tokenizer, samples, args.seq_len, seed=args.seed,
+                sampling=args.calib_sampling, data_dir=args.data_dir, part=part)
         return self._windows[part, samples]
 
     def stats(self, path, order="released"):

@@ -10,7 +10,6 @@ import gzip
 import json
 import os
 import re
-import tempfile
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -217,8 +216,7 @@ def hub_file(label, repository, revision, filename, local):
 
 def split_lines(text):
     """Lines with their "\\n"; other line separators of Unicode do not end a line."""
-    lines = text.split("\n")
-    return [line + "\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
+    return [line for line in re.split("(?<=\n)", text) if line]
 
 
 def _read_user_file(spec, purpose):
@@ -310,16 +308,14 @@ def is_text(value):
 
 def _parquet_column(path, column):
     """One column of strings of a parquet file as a list."""
-    from datasets import Dataset
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            table = Dataset.from_parquet(str(path), cache_dir=folder)
-        except Exception as error:  # the library wraps what it meets in errors of many kinds
-            raise UserError(f"{path}: not a readable parquet file ({type(error).__name__})") from None
-        if column not in table.column_names:
-            raise UserError(f"{path}: no column {column!r}; it has {', '.join(table.column_names)}")
-        rows = list(table[column])
-        del table  # before its folder goes
+    import pyarrow.parquet
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}: not a readable parquet file ({type(error).__name__})") from None
+    if column not in table.column_names:
+        raise UserError(f"{path}: no column {column!r}; it has {', '.join(table.column_names)}")
+    rows = table[column].to_pylist()
     for number, row in enumerate(rows):
         if not isinstance(row, str):
             raise UserError(f"{path}: row {number} of column {column!r} is not a string")
