@@ -6,12 +6,15 @@ is left is one number a token, s = rms(u) / rms(u P), which the norm's weight ca
 s over calibration tokens, taken norm by norm in order of depth. P in the Hadamard basis leaves s nearly constant.
 """
 
+import copy
+
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from utils.decoder import first_tensor
+from utils.decoder import Variant, first_tensor, run_variants
 from utils.errors import UserError
+from utils.evaluation.objectives import perplexity
 
 PROBE_TOKENS = 16
 
@@ -181,3 +184,39 @@ def _untie(decoder):
     if decoder.head.weight is embedding.weight:
         decoder.head.weight = nn.Parameter(decoder.head.weight.data.clone(), requires_grad=False)
     decoder.model.config.tie_word_embeddings = decoder.config.tie_word_embeddings = False
+
+
+@torch.no_grad()
+def compare(decoder, variant, fold, input_ids):
+    """What fold(), which changes the decoder's weights, does to a variant on windows int64 [N, T].
+
+    Returns {"ppl_patched", "ppl_folded", "ratio", "kl", "equal_first", "tokens"}: perplexities, mean KL(patched ||
+    folded) in nats a token, and the share of tokens whose likeliest next token is the same.
+    """
+    norm, head = copy.deepcopy(decoder.norm), copy.copy(decoder.head)
+    head._parameters = dict(decoder.head._parameters)  # keeps its own weights when the decoder's head gets others
+    before = _final_states(decoder, variant, input_ids)
+    fold()
+    after = _final_states(decoder, Variant("folded", variant.layers), input_ids)
+    sums = dict.fromkeys(("patched", "folded", "kl", "equal"), 0.0)
+    for ids, one, two in zip(input_ids, before, after):
+        logs = [decoder.scale_logits(part.float()).log_softmax(-1) for part in (head(norm(one)), decoder.head(
+            decoder.norm(two)))]
+        target = ids[1:, None].to(logs[0].device)
+        for name, log in zip(("patched", "folded"), logs):
+            sums[name] -= log[:-1].gather(1, target).double().sum().item()
+        sums["kl"] += (logs[0].exp() * (logs[0] - logs[1])).sum(1).double().sum().item()
+        sums["equal"] += (logs[0].argmax(1) == logs[1].argmax(1)).double().sum().item()
+    targets, tokens = input_ids[:, 1:].numel(), input_ids.numel()
+    patched, folded = (sums[name] / targets for name in ("patched", "folded"))
+    return {"ppl_patched": perplexity(patched), "ppl_folded": perplexity(folded),
+            "ratio": perplexity(folded - patched), "kl": sums["kl"] / tokens, "equal_first": sums["equal"] / tokens,
+            "tokens": tokens}
+
+
+def _final_states(decoder, variant, input_ids):
+    """X^(L) of a variant, [T, C] a window."""
+    states = []
+    for ids in input_ids:
+        run_variants(decoder, decoder.inputs(ids[None]), [variant], lambda _, hidden: states.append(hidden[0]))
+    return states
