@@ -10,11 +10,11 @@ import pytest
 
 from tests.conftest import ROOT
 from utils.paper import experiments
-from utils.paper.experiments import COSINE, DENSE, DEPTHS, EMBEDDED, FT, GROUPS, TABLES, TARGETS, Plan, Row, Table, \
+from utils.paper.experiments import COSINE, DENSE, PRESETS, EMBEDDED, FT, GROUPS, TABLES, TARGETS, Plan, Row, Table, \
     distil, paper, sizes
 from utils.paper.verdicts import depths, misprints
 
-MODELS = list(DEPTHS)
+MODELS = list(PRESETS)
 
 
 def plan(model, *targets, **options):
@@ -22,7 +22,7 @@ def plan(model, *targets, **options):
 
 
 def lines(*arguments, **options):
-    return [command.without(()) for group in plan(*arguments, **options).groups for command in group]
+    return [command.text() for group in plan(*arguments, **options).groups for command in group]
 
 
 @pytest.fixture(autouse=True)
@@ -49,8 +49,9 @@ def test_every_command_of_every_target_names_existing_scripts_and_flags(monkeypa
 def test_what_a_command_reads_is_made_by_one_before_it(model, target):
     made, everything = set(), {file for group in plan(model).groups for command in group for file in command.makes}
     for command in (command for group in plan(model, target, local_data=True).groups for command in group):
-        read = {word.rpartition("=")[2] for word in shlex.split(command.without(()))} & everything
+        read = {word.rpartition("=")[2] for word in shlex.split(command.text())} & everything
         assert read - set(command.makes) <= made, command.line
+        assert not made & set(command.makes)
         made |= set(command.makes)
 
 
@@ -119,7 +120,7 @@ def test_figure_4_shows_every_model_that_has_been_run(tmp_path):
 
 def test_a_model_with_spaces_in_its_path_is_one_word():
     for command in Plan(["table1"], sizes("/a b/c 'd'", "runs/c")).groups[0]:
-        words = shlex.split(command.without(()))
+        words = shlex.split(command.text())
         assert "--model" not in words or words[words.index("--model") + 1] in ("/a b/c 'd'", *(
             f"runs/c/n{n}/llm-pruner/model" for n in (3, 5, 7)))
 
@@ -136,9 +137,9 @@ def test_a_new_target_is_one_entry(monkeypatch):
 
 def test_an_evaluation_does_without_missing_files_and_keeps_the_rest():
     command = plan("llama2-7b", "table5").groups[0][3]
-    assert command.without({"runs/llama2-7b/n9/FT.safetensors"}) == command.without(()).replace(
+    assert command.text({"runs/llama2-7b/n9/FT.safetensors"}) == command.text().replace(
         f" FT-n9=runs/llama2-7b/n9/{FT.name}.safetensors", "")
-    assert " --patch" not in command.without(set(command.variants.values()) - {"runs/llama2-7b/n9/selection.json"})
+    assert " --patch" not in command.text(set(command.variants.values()) - {"runs/llama2-7b/n9/selection.json"})
 
 
 def test_every_row_of_every_table_is_tied_to_the_papers_data():
@@ -155,7 +156,7 @@ def test_every_row_of_every_table_is_tied_to_the_papers_data():
 def test_every_number_of_layers_of_the_paper_is_run():
     for table in TABLES:
         for model in MODELS[1:]:
-            at = DEPTHS[model][table.at]
+            at = PRESETS[model][table.at]
             assert set(depths(table, model)) <= set(at if table.at == "every" else (at,))
 
 

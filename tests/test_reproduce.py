@@ -1,5 +1,6 @@
 """run_all.sh and what it hands over to: arguments, commands in forks, failures, signals, commands.sh."""
 
+import importlib.util
 import os
 import shlex
 import signal
@@ -10,7 +11,7 @@ import pytest
 
 from tests.conftest import ROOT
 from utils.paper import reproduce
-from utils.paper.experiments import DEPTHS, TARGETS, Command
+from utils.paper.experiments import PRESETS, TARGETS, Command
 from utils.paper.reproduce import Log, run_all
 
 
@@ -21,7 +22,7 @@ def bash(*arguments, cwd=ROOT, **environment):
 
 def test_presets_and_targets_are_listed():
     listing = bash()
-    assert listing.returncode == 0 and all(f" {word}" in listing.stdout for word in [*DEPTHS, *TARGETS, "all"])
+    assert listing.returncode == 0 and all(f" {word}" in listing.stdout for word in [*PRESETS, *TARGETS, "all"])
     assert max(map(len, listing.stdout.splitlines())) <= 120
 
 
@@ -152,6 +153,10 @@ def test_commands_sh_holds_what_was_run_and_runs_it_again(folder, monkeypatch):
     (folder / ".venv" / "bin" / "python").symlink_to(sys.executable)
     assert subprocess.run(["bash", path], cwd="/").returncode == 0 and (folder / "two two").exists()
     assert "export LINEARPATCH_DATA='/a b'" in path.read_text()
+
+
+def test_what_is_loaded_ahead_exists():
+    assert all(importlib.util.find_spec(name) for name in (*reproduce.LIBRARIES, "utils.evaluation.qa"))
 
 
 @pytest.mark.parametrize("failures, code", [([], 0), (["python x (exit code 2)", "python y (skipped)"], 1)])
