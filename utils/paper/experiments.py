@@ -37,7 +37,7 @@ PAPER = {  # 128 windows of 2048 tokens to calibrate, 5000 to distil, all of eac
     "shown": 16, "sweep": "",                                      # windows behind the figures; limit of figure 1b's
     "corpus": "wikitext2", "datasets": "wikitext2 c4 ptb",
     "compared": "wikitext2 c4 ptb",                                # corpora on which all metrics are compared
-    "without": {"P-from-news"}, "unprinted": set(),                # variants left out: of other corpora, not in the paper
+    "without": {"P-from-news"}, "unprinted": set(),                # variants left out: of other text, not in the paper
     "unanswered": (),                                              # evaluations that are left out
 }
 LAPTOP = {  # for the embedded model: two CPU cores run about 570 of its tokens a second
