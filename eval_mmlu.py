@@ -7,13 +7,12 @@ examples of a subject are encoded once; all its questions run behind their keys 
 from tqdm import tqdm
 
 from utils import cli
-from utils.artifacts import write_json
+from utils.data.tokens import tokenizer_sha256
 from utils.evaluation.mmlu import (CATEGORIES, LETTERS, PROMPT_TOKENS, SUBJECTS, answer_tokens, content_sha256, encode,
-                        load_subjects, subject_row, summarise)
-from utils.evaluation.results import EarlierRows, key
+                                   load_subjects, subject_row, summarise)
+from utils.evaluation.results import ResultFile
 from utils.evaluation.scoring import BATCH_TOKENS, score_behind_prefix
 from utils.session import Session, default_folder
-from utils.data.tokens import tokenizer_sha256
 
 
 def arguments():
@@ -45,43 +44,33 @@ def main():
     subjects = SUBJECTS if args.subjects == ["all"] else list(dict.fromkeys(args.subjects))
     tables = {subject: (examples, cli.subset(questions, args.limit, args.seed))
               for subject, (examples, questions) in load_subjects(subjects, args.data_dir).items()}
-    protocols = {subject: {"model": session.source.fingerprint, "dtype": session.dtype_name, "answer_tokens": answers,
-                           "tokenizer": tokenizer_sha256(session.tokenizer), "subject": subject,
-                           "questions": content_sha256(table)} for subject, table in tables.items()}
-    earlier = EarlierRows(args.out, "mmlu", "subject", session.source, args.force, args.add)
-    missing = {subject: [v for v in variants if not earlier.find(v, protocol)]
-               for subject, protocol in protocols.items()}
-    found = sum(len(variants) - len(names) for names in missing.values())
-    if found:
-        print(f"{args.out}: {found} of {len(tables) * len(variants)} rows reused (--force recomputes)")
+    recipes = {subject: {"model": session.source.fingerprint, "dtype": session.dtype_name, "answer_tokens": answers,
+                         "tokenizer": tokenizer_sha256(session.tokenizer), "subject": subject,
+                         "questions": content_sha256(table)} for subject, table in tables.items()}
+    file = ResultFile(args, "mmlu", "subject", session, variants, recipes)
 
-    results, longest = earlier.others(variants, protocols), min(PROMPT_TOKENS, session.source.positions[1] or 2048)
-    for subject in (subject for subject, names in missing.items() if names):  # too long ones are said before any work
+    # questions that are too long are said before any work
+    longest = min(PROMPT_TOKENS, session.source.positions[1] or 2048)
+    counts = {subject: len(tables[subject][1]) for subject, missing in file.missing.items() if missing}
+    for subject in counts:
         encode(subject, [], tables[subject][1], session.tokenizer, answers, longest)
-    later = [row for protocol in protocols.values() for row in (earlier.find(v, protocol) for v in variants) if row]
-    with tqdm(total=sum(len(questions) for subject, (_, questions) in tables.items() if missing[subject]), desc="mmlu",
-              unit="question", disable=not any(missing.values())) as bar:
-        for subject, (examples, questions) in tables.items():
-            mine = {row["variant"]: row for row in later if row["subject"] == subject}
-            later = [row for row in later if row["subject"] != subject]
-            if missing[subject]:
+
+    def more(rows):
+        return {"summary": summarise(rows), "dtype": session.dtype_name,
+                "answer_tokens": {"convention": args.answer_tokens, "ids": answers}}
+
+    with tqdm(total=sum(counts.values()), desc="mmlu", unit="question", disable=not counts) as bar:
+        for subject, missing in file.evaluate(more):
+            if missing:
                 bar.set_description(subject)
+                examples, questions = tables[subject]
                 by_shots, requests = encode(subject, examples, questions, session.tokenizer, answers, longest)
-                predictions = predict(session.decoder, missing[subject], by_shots, requests, args.batch_tokens,
-                                      subject, bar)
-                mine |= {variant.name: {
-                    **subject_row(variant.name, subject, questions, guesses), "limit": args.limit, "seed": args.seed,
-                    "shots": {str(shots): len(group) for shots, group in by_shots.items()},
-                    "dtype": session.dtype_name, "key": key(variant, protocols[subject])}
-                    for variant, guesses in zip(missing[subject], predictions)}
-            results += [mine[variant.name] for variant in variants]
-            if missing[subject] or subject == list(tables)[-1]:
-                content = {"model": session.source.identity(), "results": results + later,
-                           "summary": summarise(results + later), "dtype": session.dtype_name,
-                           "answer_tokens": {"convention": args.answer_tokens, "ids": answers},
-                           "provenance": session.watch.provenance(session.decoder if any(missing.values()) else None)}
-                write_json(args.out, "mmlu", content)
-    show(content)
+                shots = {str(number): len(group) for number, group in by_shots.items()}
+                chosen = predict(session.decoder, missing, by_shots, requests, args.batch_tokens, subject, bar)
+                for variant, letters in zip(missing, chosen):
+                    file.put(subject, variant, {**subject_row(subject, questions, letters), "limit": args.limit,
+                                                "seed": args.seed, "shots": shots})
+    show(file.content)
     print(f"wrote {args.out}")
 
 

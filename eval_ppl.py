@@ -1,17 +1,17 @@
 """Perplexity of dense, pruned and patched variants of a model (paper, section 4.1, tables 3, 5 and 15): ppl.json.
 
 Non-overlapping windows of the tokenised stream, exp of the mean loss of their next tokens. All variants of one call
-share one load and the layers that they have in common. Rows that an earlier ppl.json
-already has are taken from it, so an interrupted call goes on where it stopped.
+share one load and the layers that they have in common. Rows that an earlier ppl.json already has are taken from it, so
+an interrupted call goes on where it stopped.
 """
 
 import torch
 
 from utils import cli
-from utils.artifacts import write_json
+from utils.data.corpora import CORPORA
 from utils.data.windows import describe, evaluation_windows
 from utils.evaluation.objectives import summarise, window_losses
-from utils.evaluation.results import EarlierRows, key
+from utils.evaluation.results import ResultFile
 from utils.session import Session, default_folder
 
 
@@ -21,8 +21,7 @@ def arguments():
     cli.add_model_flags(p)
     cli.add_variant_flags(p)
     p.add_argument("--datasets", nargs="+", default=None,
-                   help="wikitext2 c4 c4-new ptb ptb-new wiki news, or files; default wiki news for the embedded "
-                        "model, else wikitext2 c4 ptb")
+                   help=f"{' '.join(CORPORA)}, or files; default wiki news for the embedded model, else wikitext2 c4 ptb")
     p.add_argument("--seq-len", type=cli.positive, default=2048, help="tokens a window")
     p.add_argument("--limit-windows", type=cli.positive, help="take the first K windows only")
     p.add_argument("--bos", choices=["stream", "window"], default="stream",
@@ -44,61 +43,44 @@ def main():
     session = Session(args)
     session.check_seq_len(args.seq_len)
     variants = session.variants()
-    datasets = list(dict.fromkeys(args.datasets or [])) or (
-        ["wiki", "news"] if session.embedded_text else ["wikitext2", "c4", "ptb"])
+    datasets = list(dict.fromkeys(args.datasets or session.corpora))
 
-    earlier = EarlierRows(args.out, "ppl", "dataset", session.source, args.force, args.add)
-    corpora = [evaluation_windows(name, session.tokenizer, args.seq_len, bos=args.bos, limit=args.limit_windows,
-                                  data_dir=args.data_dir, unk=args.ptb_unk, stride=args.stride) for name in datasets]
-    protocols = [{"model": session.source.fingerprint, "dtype": session.dtype_name, "dataset": name,
-                  "token_ids": windows.info["token_ids_sha256"], "seq_len": args.seq_len, "stride": args.stride}
-                 for name, windows in zip(datasets, corpora)]
-    results, computed = earlier.others(variants, dict(zip(datasets, protocols))), False
-    for position, (name, windows, protocol) in enumerate(zip(datasets, corpora, protocols)):
+    corpora = {name: evaluation_windows(name, session.tokenizer, args.seq_len, bos=args.bos, limit=args.limit_windows,
+                                        data_dir=args.data_dir, unk=args.ptb_unk, stride=args.stride)
+               for name in datasets}
+    recipes = {name: {"model": session.source.fingerprint, "dtype": session.dtype_name, "dataset": name,
+                      "token_ids": windows.info["token_ids_sha256"], "seq_len": args.seq_len, "stride": args.stride}
+               for name, windows in corpora.items()}
+    file = ResultFile(args, "ppl", "dataset", session, variants, recipes)
+
+    for name, missing in file.evaluate():
+        windows = corpora[name]
         print(f"{name}: {describe(windows.info)}; {session.dtype_name}")
-        found = [earlier.find(variant, protocol) for variant in variants]
-        losses = {v.name: row["window_nll"] for v, row in zip(variants, found) if row}
-        missing = [variant for variant, row in zip(variants, found) if not row]
-        if losses:
-            print(f"{name}: {len(losses)} of {len(variants)} rows reused (--force recomputes)")
+        losses = {variant: torch.tensor(row["window_nll"], dtype=torch.float64)
+                  for variant, row in file.rows_of(name).items()}
         if missing:
-            computed = True
             new = window_losses(session.decoder, missing, windows.ids, args.batch_size, name, scored=args.stride)
-            losses |= {variant.name: row.tolist() for variant, row in zip(missing, new)}
-        results += rows(name, windows.info, variants, protocol, losses)
-        later = [row for row in (earlier.find(v, p) for p in protocols[position + 1:] for v in variants) if row]
-        write_json(args.out, "ppl", {
-            "model": session.source.identity(), "results": results + later,
-            "protocol": {"seq_len": args.seq_len, "bos": args.bos, "dtype": session.dtype_name},
-            "provenance": session.watch.provenance(session.decoder if computed else None)})
-        show(name, variants, results)
+            losses |= {variant.name: row for variant, row in zip(missing, new)}
+        for variant in variants:
+            file.put(name, variant, ppl_row(windows.info, losses, variant.name, variants[0].name))
+        show(file.rows_of(name).values())
     print(f"wrote {args.out}")
 
 
-def rows(name, info, variants, protocol, losses):
-    """One result a variant: perplexity, its interval, and the paired ratio to the first variant."""
-    losses = {name: torch.tensor(values, dtype=torch.float64) for name, values in losses.items()}
-    result = []
-    for variant in variants:
-        values = losses[variant.name]
-        result.append({
-            "variant": variant.name, "dataset": name, "split": info["split"],
-            **summarise(values, losses[variants[0].name]), "reference": variants[0].name, "windows": info["windows"],
-            "seq_len": info["seq_len"], "scored_tokens": info["scored_tokens"],
-            "dropped_tokens": info["dropped_tokens"], "bos": info["bos"], "removed": list(variant.removed),
-            "scaling": variant.about.get("scaling"), "stage": variant.about.get("stage"), "corpus": info,
-            "dtype": protocol["dtype"], "key": key(variant, protocol), "window_nll": values.tolist()})
-    return result
+def ppl_row(info, losses, name, reference):
+    """Perplexity of a variant from losses {variant: float64 [windows]}, paired with `reference`; info: the windows'."""
+    counts = {field: info[field] for field in ("split", "windows", "seq_len", "scored_tokens", "dropped_tokens", "bos")}
+    return {**counts, **summarise(losses[name], losses[reference]), "reference": reference, "corpus": info,
+            "window_nll": losses[name].tolist()}
 
 
-def show(name, variants, results):
+def show(rows):
     """Print one line a variant for one corpus."""
-    width = max(len(variant.name) for variant in variants)
-    for row in results:
-        if row["dataset"] == name:
-            low, high = row["ppl_ci95"] or (float("nan"),) * 2
-            print(f"  {row['variant']:{width}s}  perplexity {row['ppl']:9.3f}  95 % [{low:.3f}, {high:.3f}]  "
-                  f"x{row['ratio_to_reference']:.4f} of {row['reference']}")
+    width = max(len(row["variant"]) for row in rows)
+    for row in rows:
+        low, high = row["ppl_ci95"] or (float("nan"),) * 2
+        print(f"  {row['variant']:{width}s}  perplexity {row['ppl']:9.3f}  95 % [{low:.3f}, {high:.3f}]  "
+              f"x{row['ratio_to_reference']:.4f} of {row['reference']}")
 
 
 if __name__ == "__main__":

@@ -10,11 +10,13 @@ from pathlib import Path
 from tqdm import tqdm
 
 from utils import cli
-from utils.artifacts import atomic_path, read_json, sha256_json, write_json
+from utils.artifacts import atomic_path, read_json, sha256_json
 from utils.errors import UserError
-from utils.evaluation.qa import (HarnessModel, harness_results, item_records, load_tasks, paired_differences, result_row, summary)
-from utils.evaluation.results import EarlierRows, key
+from utils.evaluation.qa import (HARNESS, HarnessModel, harness_results, item_records, load_tasks, paired_differences,
+                                 result_row, summary)
+from utils.evaluation.results import ResultFile
 from utils.evaluation.scoring import BATCH_TOKENS, make_packs, score
+from utils.model_folder import origin
 from utils.session import Session, default_folder
 
 
@@ -49,71 +51,48 @@ def main():
     variants = session.variants()
     dense_rows = read_dense(args.dense, session.source) if args.dense else []
     model = HarnessModel(session.tokenizer, args.bos)
-    tasks = load_tasks(args.tasks, model, args.data_dir, args.limit, args.seed)
+    tasks = {qa.name: qa for qa in load_tasks(args.tasks, model, args.data_dir, args.limit, args.seed)}
     check_items(args.dense, dense_rows, tasks)
-    print(f"{model.bos_in_words()}; lm-evaluation-harness {harness_version()}, zero-shot; {session.dtype_name}")
-    protocols = {qa.name: {"model": session.source.fingerprint, "dtype": session.dtype_name,
-                           "harness": harness_version(), "bos": model.bos_in_words(), "task": qa.name,
-                           "items": qa.content_sha1,
-                           "tokens": sha256_json([[r.context, r.continuation] for group in qa.groups for r in group])}
-                 for qa in tasks}
-    earlier = EarlierRows(args.out, "qa", "task", session.source, args.force, args.add, reuse=not args.log_samples)
-    missing = {qa.name: [v for v in variants if not earlier.find(v, protocols[qa.name])] for qa in tasks}
-    found = sum(len(variants) - len(names) for names in missing.values())
-    if found:
-        print(f"{args.out}: {found} of {len(tasks) * len(variants)} rows reused (--force recomputes)")
-    packs = {qa.name: make_packs(session.decoder, qa.groups) for qa in tasks if missing[qa.name]}
+    print(f"{model.bos_in_words()}; lm-evaluation-harness {HARNESS}, zero-shot; {session.dtype_name}")
+    recipes = {name: {"model": session.source.fingerprint, "dtype": session.dtype_name, "harness": HARNESS,
+                      "bos": model.bos_in_words(), "task": name, "items": qa.content_sha1,
+                      "tokens": sha256_json([[r.context, r.continuation] for group in qa.groups for r in group])}
+               for name, qa in tasks.items()}
+    file = ResultFile(args, "qa", "task", session, variants, recipes, reuse=not args.log_samples)
+    packs = {name: make_packs(session.decoder, tasks[name].groups) for name, missing in file.missing.items() if missing}
 
-    results, records = earlier.others(variants, protocols), []
-    later = [row for qa in tasks for row in (earlier.find(v, protocols[qa.name]) for v in variants) if row]
-    with tqdm(total=sum(len(pack.tokens) for pack in sum(packs.values(), [])), desc="qa", unit="token",
-              unit_scale=True, disable=not packs) as bar:
-        for qa in tasks:
-            mine = {row["variant"]: row for row in later if row["task"] == qa.name}
-            later = [row for row in later if row["task"] != qa.name]
-            if missing[qa.name]:
-                bar.set_description(qa.name)
-                values, greedy = score(session.decoder, missing[qa.name], packs[qa.name], args.batch_tokens,
-                                       label=qa.name, bar=bar)
-                for variant, own, first in zip(missing[qa.name], values, greedy):
-                    metrics, samples = harness_results(qa, model, own, first)
-                    mine[variant.name] = {**result_row(qa, variant, metrics, samples, own), "limit": args.limit,
-                                          "seed": args.seed, "dtype": session.dtype_name,
-                                          "key": key(variant, protocols[qa.name])}
-                    records += item_records(qa, variant, samples, own) if args.log_samples else []
-            results += [mine[variant.name] for variant in variants]
-            if missing[qa.name] or qa is tasks[-1]:
-                content = qa_content(session, model, results + later, dense_rows, variants[0].name, bool(packs))
-                write_json(args.out, "qa", content)
+    def more(rows):
+        dense = {row["task"]: row["value"] for row in dense_rows or [r for r in rows if r["variant"] == "dense"]}
+        return {"summary": summary(rows, dense), "paired": paired_differences(rows, variants[0].name),
+                "bos": model.bos_in_words(), "harness": f"lm_eval=={HARNESS}", "dtype": session.dtype_name}
+
+    records, total = [], sum(len(pack.tokens) for group in packs.values() for pack in group)
+    with tqdm(total=total, desc="qa", unit="token", unit_scale=True, disable=not packs) as bar:
+        for name, missing in file.evaluate(more):
+            if missing:
+                bar.set_description(name)
+                scored = score(session.decoder, missing, packs[name], args.batch_tokens, label=name, bar=bar)
+                for variant, values, greedy in zip(missing, *scored):
+                    metrics, samples = harness_results(tasks[name], model, values, greedy)
+                    file.put(name, variant, {**result_row(tasks[name], metrics, samples, values), "limit": args.limit,
+                                             "seed": args.seed})
+                    records += item_records(tasks[name], variant, samples, values) if args.log_samples else []
     if args.log_samples:
         with atomic_path(args.log_samples) as temporary:
             temporary.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
         print(f"wrote {args.log_samples}")
-    show(content)
+    show(file.content)
     print(f"wrote {args.out}")
-
-
-def qa_content(session, model, results, dense_rows, reference, computed):
-    """What qa.json holds: rows, averages and retained performance, paired differences, and the protocol."""
-    dense = {row["task"]: row["value"] for row in dense_rows or [r for r in results if r["variant"] == "dense"]}
-    return {"model": session.source.identity(), "results": results, "summary": summary(results, dense),
-            "paired": paired_differences(results, reference), "bos": model.bos_in_words(),
-            "harness": f"lm_eval=={harness_version()}", "dtype": session.dtype_name,
-            "provenance": session.watch.provenance(session.decoder if computed else None)}
 
 
 def read_dense(path, source):
     """Rows of the dense variant of another qa.json, made for this model or the one that a saved folder came from."""
-    content, about = read_json(path, "qa"), source.folder / "linearpatch.json"
-    try:
-        origin = json.loads(about.read_text())["base_model"]["fingerprint"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        origin = None  # made by no script of ours, or not from another model
-    found = content["model"].get("fingerprint")
-    if found not in (source.fingerprint, origin):
-        raise UserError(f"{path}: made for another model ({content['model'].get('label')}), so its dense row is no "
+    content, base = read_json(path, "qa"), origin(source.folder).get("base_model")
+    known = (source.fingerprint, base.get("fingerprint") if isinstance(base, dict) else None)
+    if content["model"]["fingerprint"] not in known:
+        raise UserError(f"{path}: made for another model ({content['model']['label']}), so its dense row is no "
                         f"reference for {source.label}")
-    rows = [row for row in content["results"] if row.get("variant") == "dense" and "value" in row]
+    rows = [row for row in content["results"] if row["variant"] == "dense"]
     if not rows:
         raise UserError(f"{path}: has no rows of a variant called dense")
     return rows
@@ -121,9 +100,8 @@ def read_dense(path, source):
 
 def check_items(path, dense_rows, tasks):
     """Raise UserError when the dense rows are over other items or prompts than this call's: no ratio then."""
-    prompts = {qa.name: qa.prompt_sha1 for qa in tasks}
     for row in dense_rows:
-        if prompts.get(row["task"], row.get("prompt_sha1")) != row.get("prompt_sha1"):
+        if row["task"] in tasks and tasks[row["task"]].prompt_sha1 != row["prompt_sha1"]:
             raise UserError(f"{path}: its dense row of {row['task']} is over other items or prompts, so it is no "
                             "reference here; give the same data, --limit and --seed")
 
@@ -138,11 +116,6 @@ def check_samples(path):
             ours = False
         if not ours:
             raise UserError(f"--log-samples {path}: is there and was not written by this script; choose another name")
-
-
-def harness_version():
-    from importlib.metadata import version
-    return version("lm_eval")
 
 
 def show(content):

@@ -11,8 +11,7 @@
 massive     largest activations at every depth and the tokens that carry them; runs the model.
 similarity  cosine of every pair of depths from --stats, blocks of --selection (or --patch) outlined.
 d           d with its standard error, raw and rotated, from --stats and --selection (or --patch).
-metrics     perplexity by selection metric and number of layers, alone and patched, from the variants METRIC-nN and
-            METRIC+P-nN of --results (vanilla-nN and P-nN are those of the cosine).
+metrics     perplexity by selection metric and number of layers, alone and with LinearPatch, from --results.
 all         every figure that the given files allow; those that run the model only with --model.
 
 4, similarity, d and metrics load no weights. What runs the model runs it on the first --windows calibration windows,
@@ -29,17 +28,19 @@ from scipy.stats import gaussian_kde
 from utils import cli
 from utils.activations import Stats, largest_activations, read_magnitudes, token_scaling_spread
 from utils.artifacts import Stopwatch, read_header, read_json, recipe_difference, reusable, sha256_file, write_json
+from utils.baselines import BASELINES
 from utils.data.windows import evaluation_windows
+from utils.decoder import Variant
 from utils.errors import UserError, WorkError
+from utils.evaluation.objectives import summarise, window_losses
 from utils.figures import WIDTHS, check_rows, read_table, render, visible, write_table
 from utils.hadamard import rotation
+from utils.layers import Layers
+from utils.metrics import METRICS
 from utils.modeling_linearpatch import LinearPatch
 from utils.models import EMBEDDED
-from utils.patch import checked_layers, scale_stderr, scale_vector
-from utils.evaluation.objectives import summarise, window_losses
-from utils.selection import METRICS, runs_of
+from utils.repairs import REPAIRS, scale_stderr, scale_vector
 from utils.session import Session, default_folder, named_file
-from utils.variants import Variant
 
 FIGURES = ("1a", "1b", "2", "4", "massive", "similarity", "d", "metrics")
 RUN_THE_MODEL = ("1a", "1b", "2", "massive")
@@ -114,7 +115,7 @@ class Inputs:
         return path, stats, header["recipe"]
 
     def blocks(self, identity, strict=True):
-        """[(name, removed)] of --selection, or else of --patch, checked against a model's identity.
+        """[(name, Layers)] of --selection, or else of --patch, checked against a model's identity.
 
         strict=False leaves files of other models out.
         """
@@ -131,12 +132,12 @@ class Inputs:
             if not differing:
                 if name in found:
                     raise UserError(f"two files of --{kind} are called {name}; name them with NAME=FILE")
-                found[name] = checked_layers(content, identity["num_layers"], path)
+                found[name] = Layers.of(content, identity["num_layers"], path)
         return list(found.items())
 
     def runs(self, identity):
         """Distinct runs [(start, end), ...] of all blocks."""
-        runs = list(dict.fromkeys(run for _, removed in self.blocks(identity) for run in runs_of(removed)))
+        runs = list(dict.fromkeys(run for _, layers in self.blocks(identity) for run in layers.runs))
         if not runs:
             raise Missing("needs --selection (or --patch) files that remove layers")
         return runs
@@ -148,7 +149,8 @@ class Inputs:
         taken = {name for name in names if names.count(name) > 1 or name in ("dense", "pruned", "vanilla")}
         if taken:
             raise UserError(f"--patch: the name {sorted(taken)[0]} is taken; choose others with NAME=FILE")
-        return [self.session.read_patch(named_file(text)[1], named_file(text)[0]) for text in self.args.patch]
+        return [self.session.read_patch(named_file(text)[1], named_file(text)[0])[0]
+                for text in self.args.patch]
 
     @cached_property
     def windows(self):
@@ -176,11 +178,11 @@ def plan_1a(inputs):
     path, stats, recipe = inputs.stats()
     inputs.session.source.check_artifact(recipe["model"], path)
     variants = list(inputs.patches)
-    removed = {variant.removed for variant in variants} or {
-        removed for _, removed in inputs.blocks(inputs.session.source.identity())}
-    if len(removed) != 1 or not min(removed):
+    found = {variant.layers for variant in variants} or {
+        layers for _, layers in inputs.blocks(inputs.session.source.identity())}
+    if len(found) != 1 or not min(layers.removed for layers in found):
         raise Missing("needs --patch files (or one --selection) that remove the same layers, at least one of them")
-    variants.insert(0, Variant("pruned", removed.pop()))
+    variants.insert(0, Variant("pruned", found.pop()))
     ids, info = inputs.windows
     wanted = {"token_ids_sha256": info["token_ids_sha256"], "dtype": inputs.session.dtype_name}
     if recipe_difference({key: recipe.get(key) for key in wanted}, wanted):
@@ -200,16 +202,16 @@ def alignment_table(dense, read, variants):
     In the interface panel a value is |what the first layer behind the first block reads| over the dense model's;
     channels that are silent in the dense model are left out.
     """
-    removed = variants[0].removed
+    runs, removed = variants[0].layers.runs, variants[0].removed
     rows = [dict(panel="block", curve="removed", x=start, end=end, value=None, low=None, high=None)
-            for start, end in runs_of(removed)]
+            for start, end in runs]
     for name, table in [("dense", dense), *((variant.name, values) for variant, values in zip(variants, read))]:
         for layer, values in enumerate(table.numpy()):
             if name == "dense" or layer not in removed:
                 low, high = numpy.quantile(values, (0.1, 0.9)).tolist()
                 rows.append(dict(panel="depth", curve=name, x=layer, end=None, value=values.mean().item(), low=low,
                                  high=high))
-    end = runs_of(removed)[0][1]
+    end = runs[0][1]
     for variant, values in zip(variants, read):
         for channel, (value, reference) in enumerate(zip(values[end].tolist(), dense[end].tolist())):
             if reference > 0:
@@ -223,21 +225,20 @@ def plan_1b(inputs):
         raise Missing("needs --patch")
     args, session = inputs.args, inputs.session
     session.check_seq_len(args.seq_len)
-    variants, about = [Variant("dense")], [("dense", None, 0)]
+    variants, about = [Variant("dense", Layers(session.source.shape[0]))], [("dense", None, 0)]
     for patched in inputs.patches:
-        if not patched.patches or not all(isinstance(patch, LinearPatch) for patch in patched.patches.values()):
+        if not patched.modules or not REPAIRS[patched.about["repair"]].is_matrix:
             raise Missing(f"scales patches; {patched.name} has none, or a network in its place")
         levels = [v.removed for v in variants]
         if patched.removed not in levels:
-            variants.append(Variant("vanilla", patched.removed))
-            blocks = ", ".join(f"[{start}, {end})" for start, end in runs_of(patched.removed))
-            about.append((f"vanilla {blocks}", None, len(variants) - 1))
+            variants.append(Variant("vanilla", patched.layers))
+            about.append((f"vanilla {patched.layers}", None, len(variants) - 1))
         level = [v.removed for v in variants].index(patched.removed)
         for alpha in ALPHAS:
-            scaled = {end: LinearPatch(alpha * patch.weight) for end, patch in patched.patches.items()}
-            variants.append(Variant(f"{alpha} {patched.name}", patched.removed, scaled))
+            scaled = {end: LinearPatch(alpha * patch.weight) for end, patch in patched.modules.items()}
+            variants.append(Variant(f"{alpha} {patched.name}", patched.layers, scaled))
             about.append((patched.name, alpha, level))
-    names = list(dict.fromkeys(args.datasets or ["wiki" if session.embedded_text else "wikitext2"]))
+    names = list(dict.fromkeys(args.datasets or session.corpora[:1]))
     corpora = {name: evaluation_windows(name, session.tokenizer, args.seq_len, limit=args.limit_windows,
                                         data_dir=args.data_dir) for name in names}
 
@@ -264,11 +265,11 @@ def plan_2(inputs):
         raise Missing("needs --selection (or --patch)")
     runs = inputs.runs(inputs.session.source.identity())
     ids, _ = inputs.windows
-    turn = rotation(inputs.session.source.shape[1])
+    rotated = rotation(inputs.session.source.shape[1])
 
     def compute():
         rows = []
-        for found in token_scaling_spread(inputs.session.decoder, ids, runs, turn, keep=SAMPLED, seed=inputs.args.seed):
+        for found in token_scaling_spread(inputs.session.decoder, ids, runs, rotated, keep=SAMPLED, seed=inputs.args.seed):
             for basis, suffix in (("raw", ""), ("rotated", "_rotated")):
                 logs = numpy.log10(found["values" + suffix].double().numpy())
                 if len(logs) < 2 or numpy.ptp(logs) == 0:
@@ -282,7 +283,7 @@ def plan_2(inputs):
                          for x, y in zip(grid.tolist(), gaussian_kde(logs)(grid).tolist())]
         return rows
 
-    return inputs.runs_recipe(runs=runs, rotation=turn.info(), seed=inputs.args.seed, sampled=SAMPLED), compute
+    return inputs.runs_recipe(runs=runs, rotation=rotated.info(), seed=inputs.args.seed, sampled=SAMPLED), compute
 
 
 def plan_4(inputs):
@@ -299,12 +300,13 @@ def plan_4(inputs):
                 low, median, high = numpy.quantile(values, (0.1, 0.5, 0.9)).tolist()
                 rows.append(dict(item="state", model=name, layer=layer, end=None, mean=values.mean().item(), low=low,
                                  median=median, high=high, largest=values.max().item()))
-            for start, end in sorted({run for _, removed in blocks[name] for run in runs_of(removed)}):
+            for start, end in sorted({run for _, layers in blocks[name] for run in layers.runs}):
                 rows.append(dict(item="block", model=name, layer=start, end=end, mean=None, low=None, median=None,
                                  high=None, largest=None))
         return rows
 
-    return {"stats": [[name, header["recipe"]] for name, _, _, header in models], "blocks": blocks}, compute
+    removed = {name: [[block, layers.removed] for block, layers in found] for name, found in blocks.items()}
+    return {"stats": [[name, header["recipe"]] for name, _, _, header in models], "blocks": removed}, compute
 
 
 def plan_massive(inputs):
@@ -337,7 +339,7 @@ def plan_massive(inputs):
 
 def plan_similarity(inputs):
     _, stats, recipe = inputs.stats()
-    blocks = [(name, run) for name, removed in inputs.blocks(recipe["model"]) for run in runs_of(removed)]
+    blocks = [(name, run) for name, layers in inputs.blocks(recipe["model"]) for run in layers.runs]
 
     def compute():
         table = stats.mean("cosine").tolist()
@@ -373,20 +375,19 @@ def plan_metrics(inputs):
         inputs.session.source.check_artifact(content["model"], inputs.args.results)
     rows = metric_rows(content["results"])
     if not rows:
-        raise Missing(f"finds no variant named METRIC-nN in {inputs.args.results}")
+        raise Missing(f"finds no pruned variant in {inputs.args.results}")
     return {"model": content["model"], "rows": rows}, lambda: rows
 
 
 def metric_rows(results):
-    """Rows of the figure of metrics from the rows of a ppl.json, of its first data set that has any."""
-    rows = []
-    for row in results:
-        name, _, n = row["variant"].rpartition("-n")
-        patched = name.endswith("+P") or name == "P"
-        metric = {"vanilla": "cosine", "P": "cosine"}.get(name, name.removesuffix("+P"))
-        if n.isdigit() and metric in (*METRICS, "laco"):
-            rows.append(dict(dataset=row["dataset"], name=metric, n=int(n), item="patched" if patched else "alone",
-                             ppl=row["ppl"]))
+    """Rows of the figure of metrics from the rows of a ppl.json, of its first data set that has any.
+
+    A metric's selection alone, and with the patch of calibrate.py; other repairs and tuned ones are left out.
+    """
+    items = {("none", "pruned"): "alone", ("hadamard", "calibrated"): "patched"}
+    rows = [dict(dataset=row["dataset"], name=row["about"]["metric"], n=row["about"]["n"],
+                 item=items.get((row["about"]["repair"], row["about"]["stage"])), ppl=row["ppl"]) for row in results]
+    rows = [row for row in rows if row["item"] and row["name"] in (*METRICS, *BASELINES)]
     rows = [row for row in rows if row["dataset"] == rows[0]["dataset"]]
     return sorted(rows, key=lambda row: (row["name"], row["n"], row["item"]))
 

@@ -1,6 +1,7 @@
 """Speed and memory as ratios measured in one run: `python -m tests.benchmark NAME`.
 
-Rounds of both sides alternate and the median ratio of the rounds counts, so that a noisy machine disturbs both alike. qa and mmlu read their data from $LINEARPATCH_DATA, or from the hub without it.
+Rounds of both sides alternate and the median ratio of the rounds counts, so that a noisy machine disturbs both alike.
+qa and mmlu read their data from $LINEARPATCH_DATA, or from the hub without it.
 """
 
 import argparse
@@ -14,15 +15,21 @@ import torch
 
 from utils import cli
 from utils.activations import collect
-from utils.distillation import Distiller, TrainablePatch, kl_top_k
-from utils.hadamard import rotation
-from utils.decoder import Decoder
-from utils.models import EMBEDDED, find_model, load_decoder, load_tokenizer
-from utils.patch import patch_module, scale_vector
-from utils.evaluation.objectives import window_losses
-from utils.search import greedy
-from utils.variants import Variant, run_variants
 from utils.data.windows import evaluation_windows
+from utils.decoder import Decoder, Variant, run_variants
+from utils.distillation import Distiller, kl_top_k
+from utils.evaluation.objectives import NextToken, window_losses
+from utils.hadamard import rotation
+from utils.layers import Layers
+from utils.models import EMBEDDED, find_model, load_decoder, load_tokenizer
+from utils.networks import TrainablePatch
+from utils.repairs import REPAIRS, Calibration
+from utils.search import greedy
+
+
+def dense(decoder):
+    """The model itself."""
+    return Variant("dense", Layers(decoder.num_layers))
 
 
 def embedded_windows(windows, seq_len):
@@ -64,9 +71,9 @@ def bare_forward(decoder, ids, batch_size=1):
 def benchmark_collect(windows=16, seq_len=512, rounds=2):
     """The collecting pass against a bare forward of the decoder stack: time, and extra memory in child processes."""
     decoder, ids = embedded_windows(windows, seq_len)
-    turn = rotation(decoder.hidden_size)
+    basis = rotation(decoder.hidden_size)
     times = alternate({"bare": lambda: bare_forward(decoder, ids),
-                       "collect": lambda: collect(decoder, ids, turn, progress=False)}, rounds)
+                       "collect": lambda: collect(decoder, ids, basis, progress=False)}, rounds)
     bare, full = (statistics.median(times[side]) for side in ("bare", "collect"))
     print(f"bare forward {bare:.2f} s, collecting pass {full:.2f} s for {windows} windows of {seq_len} tokens")
     print(f"ratio {median_ratio(times, 'collect', 'bare'):.3f} (target at most 1.10)")
@@ -101,15 +108,12 @@ def _collect_once(windows, seq_len):
 def benchmark_ppl(windows=2, seq_len=256, rounds=2):
     """One call with dense and vanilla, +d, +P at n = 3, 5, 7 against one call each: time, layers run, results."""
     decoder, ids = embedded_windows(windows, seq_len)
-    turn = rotation(decoder.hidden_size)
-    stats = collect(decoder, ids, turn, progress=False)
-    variants = [Variant("dense")]
+    stats = collect(decoder, ids, rotation(decoder.hidden_size), progress=False)
+    given, variants = Calibration(decoder.hidden_size, stats), [dense(decoder)]
     for start, end in ((13, 16), (12, 17), (12, 19)):
-        removed = tuple(range(start, end))
-        variants.append(Variant(f"vanilla n={end - start}", removed))
-        for scaling, l1 in (("diagonal", stats.l1_raw), ("hadamard", stats.l1_rotated)):
-            patch = patch_module(scaling, d=scale_vector(l1, start, end))
-            variants.append(Variant(f"{scaling} n={end - start}", removed, {end: patch}))
+        layers = Layers(decoder.num_layers, tuple(range(start, end)))
+        variants += [REPAIRS[name].fit(given, layers).variant(layers) for name in ("none", "diagonal", "hadamard")]
+        variants[-3].modules.clear()  # vanilla: without the identity
     results = {}
 
     def together():
@@ -121,9 +125,9 @@ def benchmark_ppl(windows=2, seq_len=256, rounds=2):
     times = alternate({"together": together, "separately": separately}, rounds)
     batch = decoder.inputs(ids[:1])
     ran = run_variants(decoder, batch, variants, lambda index, hidden: None)
-    alone = sum(len(v.steps(decoder.num_layers)) for v in variants)
-    print(f"{len(variants)} variants, {windows} windows of {seq_len}: together {statistics.median(times['together']):.2f} s, "
-          f"separately {statistics.median(times['separately']):.2f} s")
+    alone = sum(len(v.steps()) for v in variants)
+    both, each = (statistics.median(times[side]) for side in ("together", "separately"))
+    print(f"{len(variants)} variants, {windows} windows of {seq_len}: together {both:.2f} s, separately {each:.2f} s")
     print(f"separately / together {median_ratio(times, 'separately', 'together'):.2f}; "
           f"layers and patches run {ran} against {alone}; every variant has its own head in both")
     print(f"largest difference of a window's loss {(results['together'] - results['separately']).abs().max():.1e}")
@@ -155,7 +159,7 @@ def benchmark_qa():
         flat = [texts for item in qa.texts for texts in item]
         requests = [Instance("loglikelihood", {}, texts, index) for index, texts in enumerate(flat)]
         start = time.perf_counter()
-        ours, _ = score(decoder, [Variant("dense")], make_packs(decoder, qa.groups))
+        ours, _ = score(decoder, [dense(decoder)], make_packs(decoder, qa.groups))
         middle = time.perf_counter()
         theirs = torch.tensor([value for value, _ in plain.loglikelihood(requests, disable_tqdm=True)]).double()
         times = {"ours": middle - start, "harness": time.perf_counter() - middle}
@@ -163,7 +167,8 @@ def benchmark_qa():
         difference = (ours[0] - theirs).abs()
         largest, count = max(largest, difference.max().item()), count + len(flat)
         scored = [request for group in qa.groups for request in group]
-        apart += [(scored[i], ours[0, i].item(), theirs[i].item()) for i in (difference > 1e-4).nonzero().flatten().tolist()]
+        far = (difference > 1e-4).nonzero().flatten().tolist()
+        apart += [(scored[i], ours[0, i].item(), theirs[i].item()) for i in far]
         offset = 0
         for group in qa.groups:
             part = slice(offset, offset + len(group))
@@ -177,9 +182,9 @@ def benchmark_qa():
           f"largest difference of a log-likelihood {largest:.1e}; equal predictions {equal} of {items}")
     decoder.model.double()
     for request, mine, other in apart:
-        exact = score(decoder, [Variant("dense")], make_packs(decoder, [[request]]))[0].item()
-        print(f"  more than 1e-4 apart: {mine:.5f} and {other:.5f}; from the model in float64 ours is {abs(mine - exact):.1e}, "
-              f"the harness {abs(other - exact):.1e} away")
+        exact = score(decoder, [dense(decoder)], make_packs(decoder, [[request]]))[0].item()
+        print(f"  more than 1e-4 apart: {mine:.5f} and {other:.5f}; from the model in float64 ours is "
+              f"{abs(mine - exact):.1e}, the harness {abs(other - exact):.1e} away")
     print(f"more than 1e-4 apart: {len(apart)} of {count} log-likelihoods")
 
 
@@ -203,7 +208,7 @@ def benchmark_mmlu(subjects=10, limit=50):
         ours = {}
         start = time.perf_counter()
         for group in by_shots.values():
-            values = score_behind_prefix(decoder, [Variant("dense")], [r for i in group for r in requests[i]])
+            values = score_behind_prefix(decoder, [dense(decoder)], [r for i in group for r in requests[i]])
             ours |= dict(zip(group, values[0].view(-1, 4).argmax(1).tolist()))
         middle = time.perf_counter()
         theirs = {}
@@ -252,8 +257,8 @@ def benchmark_distill(steps=21, seq_len=512, top_k=100, lr=1e-4):
               f"largest relative difference of the losses {worst:.1e}", flush=True)
     used, dense = _peak_of(_online_once, seq_len, top_k, lr), _peak_of(_dense_with_graph, seq_len)
     patches = 3 * 4 * load_decoder(find_model(EMBEDDED)).hidden_size**2
-    print(f"peak memory of online training {used / 2**20:.0f} MiB; the dense model with the activations of one batch and "
-          f"3 C^2 floats {(dense + patches) / 2**20:.0f} MiB")
+    print(f"peak memory of online training {used / 2**20:.0f} MiB; the dense model with the activations of one batch "
+          f"and 3 C^2 floats {(dense + patches) / 2**20:.0f} MiB")
 
 
 def _online_once(seq_len, top_k, lr):
@@ -275,7 +280,7 @@ class _Recipe:
     def __init__(self, decoder, start, end, top_k, lr):
         removed = tuple(range(start, end))
         patch = TrainablePatch(torch.eye(decoder.hidden_size), "full")
-        self.distiller = Distiller(decoder, removed, {end: patch}, top_k)
+        self.distiller = Distiller(decoder, Layers(decoder.num_layers, removed), {end: patch}, top_k)
         self.decoder, self.top_k = decoder, top_k
         self.optimizer = torch.optim.AdamW(self.distiller.parameters, lr=lr)
 
@@ -299,7 +304,7 @@ class _Recipe:
 
         def loss():
             inputs, hidden = self.distiller.interface(ids)
-            for layer in range(self.distiller.runs[0][1], self.decoder.num_layers):
+            for layer in range(self.distiller.layers.runs[0][1], self.decoder.num_layers):
                 if layer in self.distiller.patches:
                     hidden = self.distiller.patches[layer](hidden)
                 hidden = self.decoder.layer(inputs, layer, hidden)
@@ -339,12 +344,13 @@ def plain_round(decoder, ids, removed, first=1, last=1):
 def benchmark_sleb(windows=2, seq_len=128, n_prune=7):
     """Greedy removal with shared prefixes and bounds against the plain loop: time, removed layers, losses."""
     decoder, ids = embedded_windows(windows, seq_len)
+    objective = NextToken(decoder, ids)
     rounds, removed, times, largest, complete = [], [], {"plain": [], "ours": []}, 0.0, 0
-    for number in range(n_prune):  # one round of each side in turn
+    for number in range(n_prune):  # one round of each side
         start = time.perf_counter()
         layer, losses = plain_round(decoder, ids, removed)
         middle = time.perf_counter()
-        greedy(decoder, ids, number + 1, rounds=rounds, progress=False,
+        greedy(decoder, objective, number + 1, 1, 1, rounds=rounds, progress=False,
                after_round=lambda done: rounds.append(done[-1]))
         times["plain"].append(middle - start)
         times["ours"].append(time.perf_counter() - middle)
@@ -364,8 +370,8 @@ def benchmark_sleb(windows=2, seq_len=128, n_prune=7):
           f"{complete} of {sum(len(done['scores']) for done in rounds)}, largest difference {largest:.1e} nats")
 
 
-BENCHMARKS = {"collect": benchmark_collect, "ppl": benchmark_ppl, "qa": benchmark_qa, "mmlu": benchmark_mmlu,
-              "distill": benchmark_distill, "sleb": benchmark_sleb}
+BENCHMARKS = {function.__name__.removeprefix("benchmark_"): function for function in (
+    benchmark_collect, benchmark_ppl, benchmark_qa, benchmark_mmlu, benchmark_distill, benchmark_sleb)}
 
 
 def main():

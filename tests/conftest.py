@@ -10,9 +10,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before huggingface_hub is imported: no test touches the network
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is: threads cost tiny models more time than they save
 
-from tests.tiny import save, tiny  # noqa: E402
-from tests.tokenizers_for_tests import tok, tok_nobos  # noqa: E402
+from tests.tiny import save, tiny, token_text  # noqa: E402
+from tests.tokenizers_for_tests import tok  # noqa: E402
 from utils import cli  # noqa: E402
 
 
@@ -70,7 +71,6 @@ def folders(tmp_path_factory):
 @pytest.fixture
 def text(tmp_path):
     """A text file of 3000 tokens under the test tokenizers."""
-    from tests.tiny import token_text
     path = tmp_path / "text.txt"
     path.write_text(token_text(3000))
     return path

@@ -3,25 +3,12 @@
 import pytest
 import torch
 
-from tests.tiny import FAMILIES, ids, tiny
+from tests.artifacts import identity
+from tests.tiny import FAMILIES, ids, plain_states, tiny
 from utils.activations import Stats, collect, token_scaling_spread
+from utils.decoder import Decoder
 from utils.errors import UserError, WorkError
 from utils.hadamard import rotation
-from utils.decoder import Decoder
-
-
-def plain_states(model, input_ids):
-    """Inputs of every layer and the raw output of the last, by hooks on a whole-model forward: [L+1, B, T, C]."""
-    seen = []
-    handles = [layer.register_forward_pre_hook(lambda m, a, k: seen.append(a[0] if a else k["hidden_states"]),
-                                               with_kwargs=True) for layer in model.model.layers]
-    handles.append(model.model.layers[-1].register_forward_hook(
-        lambda m, a, out: seen.append(out[0] if isinstance(out, tuple) else out)))
-    with torch.no_grad():
-        model(input_ids)
-    for handle in handles:
-        handle.remove()
-    return torch.stack(seen).double()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "phi"])
@@ -102,7 +89,7 @@ def test_sigma_d_leaves_zero_denominators_out():
 
 def test_stats_file_round_trip_and_wrong_files(tmp_path):
     stats = collect(Decoder(tiny()), ids(), rotation(64), progress=False)
-    stats.save(tmp_path / "s.safetensors", {"recipe": {"a": 1}})
+    stats.save(tmp_path / "s.safetensors", {"recipe": {"a": 1}, "model": identity()})
     loaded, header = Stats.load(tmp_path / "s.safetensors")
     assert header["recipe"] == {"a": 1} and torch.equal(loaded.l1_raw, stats.l1_raw)
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "s.safetensors").read_bytes()[:5000])

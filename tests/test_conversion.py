@@ -20,11 +20,10 @@ WORDS = "the model reads words and writes numbers such as 1984 or 3.14 in the te
 TEXTS = ["the model reads", " the  text", "in 1984", "a\n\nb\tc", "naïve 日本語 😀", "1 2  34", "<0x41>", ""]
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch, request):
-    """An empty cache folder for every test but those of the real model."""
-    if "real" not in request.node.name:
-        monkeypatch.setenv("LINEARPATCH_CACHE", str(tmp_path / "cache"))
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Where converted folders go."""
+    monkeypatch.setenv("LINEARPATCH_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "models"
 
 
@@ -331,6 +330,7 @@ def q4_1(raw, shape):
     return (scale[:, None] * values + offset[:, None]).reshape(shape)
 
 
+@pytest.mark.embedded
 def test_real_weights_are_the_dequantised_ones(smollm2):
     path, model, _ = smollm2
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
@@ -345,6 +345,7 @@ def test_real_weights_are_the_dequantised_ones(smollm2):
     assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
 
 
+@pytest.mark.embedded
 def test_real_tokenizer_and_model_know_english(smollm2):
     _, model, tokenizer = smollm2
     pieces = [tokenizer.decode([i]) for i in tokenizer("In 2000 ,\n\n1990  12").input_ids]

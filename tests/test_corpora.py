@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import re
 import zipfile
 from pathlib import Path
 
@@ -21,13 +22,12 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from tests.tokenizers_for_tests import tok, tok_eos, tok_nobos
-from utils.data import wheels as embedded
-from utils.data import corpora as texts
-from utils.data import tokens
+from utils.data import corpora, tokens, wheels, wiki_markup
+from utils.data.corpora import CORPORA, Corpus, corpora_table, load_text
+from utils.data.tokens import token_stream, tokenizer_sha256
+from utils.data.wheels import Member
 from utils.data.windows import calibration_windows, describe, evaluation_windows
 from utils.errors import UserError, WorkError
-from utils.data.corpora import load_text
-from utils.data.tokens import token_stream, tokenizer_sha256
 
 REAL_DATA = Path(os.environ.get("LINEARPATCH_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
 MACHINE_CACHE = os.environ.get("LINEARPATCH_CACHE")
@@ -233,7 +233,7 @@ def test_c4_calibration_from_whole_documents_or_from_excerpts(tmp_path):
     assert text.text() == "\n\n".join(excerpts) and "cut short" in text.source
     write_documents(tmp_path / "c4/c4-train.00000-of-01024.json.gz", excerpts)
     assert load_text("c4", "calibration", tmp_path).kind == "documents"
-    with pytest.raises(UserError, match="no test split"):
+    with pytest.raises(UserError, match="'test' is no split of c4; use one of train, validation"):
         load_text("c4:test", "evaluation", tmp_path)
 
 
@@ -245,10 +245,24 @@ def test_a_named_split_is_used_and_an_unknown_one_refused(tmp_path):
         load_text("wikitext2:dev", "evaluation", tmp_path)
 
 
+def test_a_row_of_the_registry_is_all_that_a_corpus_needs(tmp_path, monkeypatch):
+    poems = corpora.Files({"train": (corpora.File("poems/all.txt", "old ones"),)}, {}, "nobody/poems", clean=sorted)
+    monkeypatch.setitem(CORPORA, "poems", Corpus("poems, line by line", "train", poems, join="/", rows=2, windows=1))
+    write(tmp_path / "poems/all.txt.gz", "w3\nw1\nw2\n")
+    text = load_text("poems", "evaluation", tmp_path)
+    assert (text.kind, text.split, text.text()) == ("stream", "train", "w1\n/w2\n")
+    assert text.source == "poems/all.txt.gz (old ones)"
+    assert load_text("poems", "calibration", tmp_path).rows == ["w1\n", "w2\n", "w3\n"]
+    assert len(evaluation_windows("poems", tok_nobos(), 2, data_dir=tmp_path).ids) == 1
+    assert corpora_table()[-1] == ("`poems`", "poems, line by line", "train", "train: `poems/all.txt` (old ones)")
+    with pytest.raises(UserError, match="'test' is no split of poems; use one of train"):
+        load_text("poems:test", "evaluation", tmp_path)
+
+
 @pytest.mark.parametrize("corpus, path", [("wikitext2", "wikitext2/wiki.test.raw"), ("ptb", "ptb/ptb.valid.txt"),
                                           ("c4", "c4/c4-validation.00000-of-00008.json.gz")])
 def test_a_missing_file_is_named_and_the_hub_not_tried(tmp_path, monkeypatch, corpus, path):
-    monkeypatch.setattr(texts, "hub_file", lambda *_: pytest.fail("the hub was tried"))
+    monkeypatch.setattr(corpora, "hub_file", lambda *_: pytest.fail("the hub was tried"))
     with pytest.raises(UserError) as error:
         load_text(corpus, "evaluation", tmp_path)
     assert str(tmp_path / path) in str(error.value) and 'README, section "Data"' in str(error.value)
@@ -553,7 +567,7 @@ Used &nbsp;a lot.
 
 
 def test_stripped_markup():
-    assert embedded.article_text("Aa", MARKUP).split("\n\n") == [
+    assert wiki_markup.article_text("Aa", MARKUP).split("\n\n") == [
         " = Aa = ",
         "Aa (born May) is a big river of 12 km.",
         " = = History = = ",
@@ -571,7 +585,7 @@ def test_only_articles_are_taken_from_a_dump(tmp_path):
         "".join(page.format(*each) for each in pages)
     )
     (tmp_path / "dump.bz2").write_bytes(bz2.compress(dump.encode()))
-    assert list(embedded._pages(tmp_path / "dump.bz2")) == [("A", "text")]
+    assert list(wiki_markup._pages(tmp_path / "dump.bz2")) == [("A", "text")]
 
 
 def embedded_or_skip(monkeypatch, load):
@@ -604,13 +618,14 @@ def test_splits_of_embedded_text_share_nothing(monkeypatch, name, counts):
 
 
 def test_embedded_articles_are_readable(monkeypatch):
-    articles = embedded_or_skip(monkeypatch, embedded.wiki_articles)
-    assert sum(len(text) for _, text in articles) > 2_500_000
-    for title, text in articles:
-        assert text.startswith(f" = {title} = \n\n")
+    articles = embedded_or_skip(monkeypatch, wiki_markup.wiki_articles)
+    assert sum(map(len, articles)) > 2_500_000
+    by_title = {re.match(" = (.+) = \n\n", text)[1]: text for text in articles}
+    assert len(by_title) == len(articles) == 99
+    for title, text in by_title.items():
         for leftover in ("[[", "]]", "{{", "}}", "{|", "|}", "<ref", "Category:", "thumb|"):
             assert leftover not in text, title
-    assert dict(articles)["Anarchism"].split("\n\n")[1].startswith("Anarchism is a political philosophy that advocates")
+    assert by_title["Anarchism"].split("\n\n")[1].startswith("Anarchism is a political philosophy that advocates")
 
 
 # --- files out of wheels
@@ -633,22 +648,22 @@ def wheel(tmp_path, monkeypatch):
 
 
 def test_a_member_of_a_wheel_is_unpacked_once(wheel, monkeypatch):
-    arguments = ("tiny-wheel", "1.0", "tiny/data.txt", hashlib.sha256(wheel).hexdigest())
-    path = embedded.wheel_member(*arguments)
+    member = Member("tiny-wheel", "1.0", "tiny/data.txt", hashlib.sha256(wheel).hexdigest())
+    path = member.unpacked()
     assert path.read_bytes() == wheel and [each.name for each in path.parent.iterdir()] == ["data.txt"]
-    monkeypatch.setattr(embedded, "_download", lambda *_: pytest.fail("fetched again"))
-    assert embedded.wheel_member(*arguments) == path
+    monkeypatch.setattr(wheels, "_download", lambda *_: pytest.fail("fetched again"))
+    assert member.unpacked() == path
 
 
 def test_a_wrong_or_absent_wheel_leaves_nothing(wheel, tmp_path):
     with pytest.raises(WorkError, match="has not the expected sha256"):
-        embedded.wheel_member("tiny-wheel", "1.0", "tiny/data.txt", "0" * 64)
+        Member("tiny-wheel", "1.0", "tiny/data.txt", "0" * 64).unpacked()
     with pytest.raises(UserError) as error:
-        embedded.wheel_member("tiny-wheel", "2.0", "tiny/data.txt", "0" * 64)
+        Member("tiny-wheel", "2.0", "tiny/data.txt", "0" * 64).unpacked()
     assert len(str(error.value).splitlines()) == 2 and "tiny-wheel==2.0" in str(error.value)
     write(tmp_path / "cache" / "other-1.0", "a file where the folder should be")
     with pytest.raises(UserError, match="cannot be written"):
-        embedded.wheel_member("other", "1.0", "tiny/data.txt", "0" * 64)
+        Member("other", "1.0", "tiny/data.txt", "0" * 64).unpacked()
     assert [path.name for path in (tmp_path / "cache").rglob("*") if path.is_file()] == ["other-1.0"]
 
 

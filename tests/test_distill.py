@@ -10,12 +10,13 @@ import torch
 
 from tests.conftest import ROOT
 from tests.tiny import FAMILIES, ids, tiny
-from utils.artifacts import read_header, read_tensors, write_tensors
 from utils import distillation
-from utils.distillation import Distiller, TrainablePatch, kl_top_k, kl_with_tail, teacher_targets
-from utils.errors import UserError
+from utils.artifacts import read_header, read_tensors, write_tensors
 from utils.decoder import Decoder
-from utils.networks import ReplacementLayer, SwiGLU
+from utils.distillation import Distiller, kl_top_k, kl_with_tail, teacher_targets
+from utils.errors import UserError
+from utils.layers import Layers
+from utils.networks import ReplacementLayer, SwiGLU, TrainablePatch
 from utils.teacher_cache import TeacherCache, cache_bytes, index_dtype
 
 START = torch.eye(64) + torch.randn(64, 64, generator=torch.Generator().manual_seed(2)) / 40
@@ -23,8 +24,8 @@ START = torch.eye(64) + torch.randn(64, 64, generator=torch.Generator().manual_s
 
 def distiller(family="llama", removed=(2, 3), top_k=128, loss="kl", trainable="full"):
     runs_end = {(2, 3): (4,), (4, 5): (6,), (1, 3, 4): (2, 5), (0, 1): (2,)}[removed]
-    return Distiller(Decoder(tiny(family)), removed, {end: TrainablePatch(START, trainable) for end in runs_end},
-                     top_k, loss)
+    return Distiller(Decoder(tiny(family)), Layers(6, removed),
+                     {end: TrainablePatch(START, trainable) for end in runs_end}, top_k, loss)
 
 
 def loss_of(d, input_ids):
@@ -91,7 +92,7 @@ def test_the_bucket_is_at_most_the_full_kl_and_equal_at_the_whole_vocabulary():
 
 
 def test_no_loss_and_no_gradient_when_the_student_is_the_teacher():
-    d = Distiller(Decoder(tiny(no_ops=(2, 3))), (2, 3), {4: TrainablePatch(torch.eye(64), "full")}, 100)
+    d = Distiller(Decoder(tiny(no_ops=(2, 3))), Layers(6, (2, 3)), {4: TrainablePatch(torch.eye(64), "full")}, 100)
     loss = loss_of(d, ids())
     loss.backward()
     assert loss.item() < 1e-6 and d.patches[4].weight.grad.abs().max() < 1e-5
@@ -107,15 +108,15 @@ def test_the_mean_over_tokens_ignores_batch_size_and_length():
 def test_gathered_logits_and_their_gradient_are_those_of_the_whole_head(dtype, tolerance):
     generator = torch.Generator().manual_seed(3)
     weight, states = (torch.randn(*size, generator=generator).to(dtype) for size in ((50, 16), (7, 16)))
-    index, slopes = torch.randint(50, (7, 9), generator=generator), torch.randn(7, 9, generator=generator)
+    index, gradient = torch.randint(50, (7, 9), generator=generator), torch.randn(7, 9, generator=generator)
     index[:, 1] = index[:, 0]  # a word twice
     found, expected = states.clone().requires_grad_(), states.double().requires_grad_()
     logits = distillation.GatheredLogits.apply(found, index, weight)
     reference = (expected @ weight.double().T).gather(1, index)
     assert logits.dtype == torch.float32 and not weight.requires_grad
     torch.testing.assert_close(logits.double(), reference, rtol=tolerance, atol=10 * tolerance)
-    logits.backward(slopes)
-    reference.backward(slopes.double())
+    logits.backward(gradient)
+    reference.backward(gradient.double())
     assert found.grad.dtype == dtype
     torch.testing.assert_close(found.grad.double(), expected.grad, rtol=tolerance, atol=10 * tolerance)
 
@@ -141,7 +142,7 @@ def test_the_two_stages_find_the_largest_logits(vocabulary, k):
     generator = torch.Generator().manual_seed(vocabulary)
     logits = torch.randn(vocabulary, 9, generator=generator)
     logits[:, 1] = logits[:, 1].round()  # many ties
-    logits[-k:, 2] += 10  # all in the rows behind the last whole group, or across groups
+    logits[-k:, 2] += 10  # all in the rows after the last whole group, or across groups
     values, index = distillation._top(logits, k)
     assert index.shape == (9, k) and all(len(row.unique()) == k for row in index)
     assert torch.equal(values, logits.T.gather(1, index))
@@ -151,8 +152,8 @@ def test_the_two_stages_find_the_largest_logits(vocabulary, k):
 def test_feature_loss_is_the_mean_square_at_the_interface():
     d = distiller(loss="mse")
     batch, hidden = d.interface(ids())
-    behind = d.decoder.layer(batch, 3, d.decoder.layer(batch, 2, hidden))
-    expected = (hidden @ START - behind).square().mean()
+    after = d.decoder.layer(batch, 3, d.decoder.layer(batch, 2, hidden))
+    expected = (hidden @ START - after).square().mean()
     assert loss_of(d, ids()).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
@@ -211,7 +212,9 @@ def test_training_lowers_the_validation_loss_and_keeps_the_best(script, folders,
     code, out, err = distill(script, folders, ready, text, "--epochs", 2)
     assert code == 0, err
     header = read_header(ready / "ft.safetensors", "patch")
-    assert header["stage"] == "distilled" and header["validation"]["best"] < header["validation"]["first"]
+    assert header["about"] == {"metric": "list", "n": 2, "repair": "hadamard", "stage": "distilled"}
+    assert header["training"] == {"trainable": "full", "loss": "kl", "top_k": 100, "init": "patch", "replace": None}
+    assert header["validation"]["best"] < header["validation"]["first"]
     log = [json.loads(line) for line in (ready / "ft.log.jsonl").read_text().splitlines()]
     assert log[-1]["step"] == 24 and {"step", "lr", "train", "validation", "tokens_per_second"} <= set(log[-1])
     assert log[1]["lr"] == pytest.approx(1e-3) and log[-1]["lr"] == pytest.approx(5e-5)
@@ -291,7 +294,7 @@ def test_a_full_disk_while_the_cache_is_written_keeps_what_is_there(script, fold
 
 def test_float16_models_train_in_float32(script, folders, ready, text):
     script("prune", "--model", folders("float16"), "--layers", "2-3", "--out", ready / "s16.json")
-    script("calibrate", "--model", folders("float16"), "--selection", ready / "s16.json", "--scaling", "none", "--out",
+    script("calibrate", "--model", folders("float16"), "--selection", ready / "s16.json", "--repair", "none", "--out",
            ready / "patch.safetensors", "--calib-data", text, "--seq-len", 32)
     code, _, err = distill(script, folders, ready, text, "--dtype", "bfloat16", model="float16")
     assert code == 0, err
@@ -331,7 +334,7 @@ def test_indices_beyond_32767_survive_the_cache(tmp_path):
 
 def test_a_copied_layer_in_the_place_of_one_layer_is_the_teacher():
     decoder = Decoder(tiny())
-    d = Distiller(decoder, (3,), {4: ReplacementLayer(decoder.layers[3], 3)}, 128)
+    d = Distiller(decoder, Layers(6, (3,)), {4: ReplacementLayer(decoder.layers[3], 3)}, 128)
     assert loss_of(d, ids()).item() < 1e-6
 
 
@@ -382,7 +385,8 @@ def test_a_fine_tuned_patch_is_fine_tuned_further_but_never_overwritten(script, 
     assert again(ready / "ft.safetensors", ready / "further.safetensors")[0] == 0
     code, _, err = script("eval_ppl", "--model", folders("llama"), "--patch", f"ft={ready}/further.safetensors",
                           "--datasets", text, "--seq-len", 32, "--out", ready / "ppl.json")
-    assert code == 0 and read_header(ready / "further.safetensors", "patch")["scaling"] == "hadamard+ft", err
+    about = read_header(ready / "further.safetensors", "patch")["about"]
+    assert code == 0 and (about["repair"], about["stage"]) == ("hadamard", "distilled"), err
 
 
 @pytest.mark.parametrize("replace", ["ffn", "layer"])

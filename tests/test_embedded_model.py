@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
+from tests.tiny import patch_of, variant
 from utils.activations import collect
 from utils.data.windows import calibration_windows, evaluation_windows
 from utils.errors import UserError, WorkError
-from utils.hadamard import rotation
-from utils.models import EMBEDDED, find_model, load_decoder, load_tokenizer
-from utils.patch import patch_module, scale_vector
 from utils.evaluation.objectives import window_losses
-from utils.selection import select
-from utils.variants import Variant
+from utils.hadamard import rotation
+from utils.metrics import Evidence, choose
+from utils.models import EMBEDDED, find_model, load_decoder, load_tokenizer
+from utils.repairs import scale_vector
 
 pytestmark = pytest.mark.embedded
 DATA = Path(os.environ.get("LINEARPATCH_DATA") or ROOT.parent / "shared" / "data")
@@ -42,14 +42,15 @@ def embedded():
 def test_blocks_and_perplexities_of_the_reference(embedded):
     decoder, tokenizer, stats, _ = embedded
     for n, (start, *_) in REFERENCE.items():
-        assert select(stats, "cosine", n).removed == tuple(range(start, start + n))
+        assert choose("cosine", Evidence(30, lambda: stats), n).layers.removed == tuple(range(start, start + n))
     n = 7  # the other two take two minutes more
     start, *perplexities = REFERENCE[n]
     removed = tuple(range(start, start + n))
-    patches = [patch_module("diagonal", d=scale_vector(stats.l1_raw, start, start + n)),
-               patch_module("hadamard", d=scale_vector(stats.l1_rotated, start, start + n))]
-    variants = [Variant("dense"), Variant("vanilla", removed)]
-    variants += [Variant(f"patched {number}", removed, {start + n: patch}) for number, patch in enumerate(patches)]
+    patches = [patch_of("diagonal", scale_vector(stats.l1_raw, start, start + n)),
+               patch_of("hadamard", scale_vector(stats.l1_rotated, start, start + n))]
+    variants = [variant(depth=30), variant("vanilla", removed, depth=30)]
+    variants += [variant(f"patched {number}", removed, {start + n: patch}, depth=30)
+                 for number, patch in enumerate(patches)]
     ids = evaluation_windows(str(TEST), tokenizer, 512, limit=16).ids
     found = window_losses(decoder, variants, ids, progress=False).mean(1).exp()
     torch.testing.assert_close(found, torch.tensor([36.0, *perplexities], dtype=torch.float64), rtol=0.006, atol=0)
@@ -76,7 +77,7 @@ def test_scores_d_and_perplexity_equal_a_plain_computation(embedded):
     ids = evaluation_windows(str(TEST), tokenizer, 512, limit=2).ids
     patch = dense @ torch.diag(after / before) @ dense.T
     removed = tuple(range(12, 19))
-    found = window_losses(decoder, [Variant("P", removed, {19: patch_module("hadamard", d=d)})], ids, progress=False)
+    found = window_losses(decoder, [variant("P", removed, {19: patch_of("hadamard", d)}, depth=30)], ids, progress=False)
     for index in removed:
         decoder.layers[index].forward = lambda hidden_states, **kwargs: hidden_states
     handle = decoder.layers[19].register_forward_pre_hook(

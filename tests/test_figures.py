@@ -12,8 +12,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 from PIL import Image
 
+from tests.steps import CALIB, calibrate, prune
 from tests.test_activations import plain_states
-from tests.test_scripts import CALIB, calibrate, prune
 from tests.tiny import save, tiny
 from tests.tokenizers_for_tests import tok_nobos
 from utils import figures

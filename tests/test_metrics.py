@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from tests.test_scripts import prune
+from tests.steps import prune
 from tests.tiny import FAMILIES, ids, tiny, token_text
 from tests.tokenizers_for_tests import tok_nobos
 from utils import search as removal

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.test_scripts import calibrate, prune
+from tests.steps import calibrate, prune
 from utils.paper import overhead
 
 

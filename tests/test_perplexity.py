@@ -5,30 +5,29 @@ import math
 import pytest
 import torch
 
-from tests.tiny import ids, tiny
+from tests.tiny import ids, tiny, variant
+from utils.decoder import Decoder, run_variants
 from utils.errors import WorkError
-from utils.modeling_linearpatch import LinearPatch
-from utils.decoder import Decoder
 from utils.evaluation.objectives import summarise, window_losses
-from utils.variants import Variant, run_variants
+from utils.modeling_linearpatch import LinearPatch
 
 
 def variants():
     generator = torch.Generator().manual_seed(3)
     full = LinearPatch(torch.randn(64, 64, generator=generator) / 8)
     diagonal = LinearPatch(torch.rand(64, generator=generator) + 0.5)
-    return [Variant("dense"), Variant("vanilla", (2, 3)), Variant("patched", (2, 3), {4: full}),
-            Variant("end", (4, 5), {6: diagonal}), Variant("start", (0,), {1: full}),
-            Variant("two runs", (1, 3, 4), {2: diagonal, 5: full})]
+    return [variant(), variant("vanilla", (2, 3)), variant("patched", (2, 3), {4: full}),
+            variant("end", (4, 5), {6: diagonal}), variant("start", (0,), {1: full}),
+            variant("two runs", (1, 3, 4), {2: diagonal, 5: full})]
 
 
-def plain_loss(variant, input_ids):
+def plain_loss(case, input_ids):
     """Mean loss of each window by a whole-model forward with hooks in place of cut layers."""
     model = tiny()
-    for index in variant.removed:
+    for index in case.removed:
         model.model.layers[index].forward = lambda hidden_states, **kwargs: hidden_states
     modules = [*model.model.layers, model.model.norm]
-    for index, patch in variant.patches.items():
+    for index, patch in case.modules.items():
         modules[index].register_forward_pre_hook(lambda m, args, patch=patch: (patch(args[0]), *args[1:]))
     with torch.no_grad():
         logits = model(input_ids).logits.double()
@@ -39,8 +38,8 @@ def plain_loss(variant, input_ids):
 def test_variants_together_equal_plain_evaluations(batch_size):
     input_ids = ids(4)
     losses = window_losses(Decoder(tiny()), variants(), input_ids, batch_size, progress=False)
-    for variant, row in zip(variants(), losses):
-        torch.testing.assert_close(row, plain_loss(variant, input_ids), rtol=1e-5, atol=1e-5)
+    for case, row in zip(variants(), losses):
+        torch.testing.assert_close(row, plain_loss(case, input_ids), rtol=1e-5, atol=1e-5)
 
 
 def test_shared_layers_run_once():
@@ -48,7 +47,7 @@ def test_shared_layers_run_once():
     calls = []
     for index, layer in enumerate(decoder.layers):
         layer.register_forward_hook(lambda m, a, o, index=index: calls.append(index))
-    three = [Variant("a", (3, 4)), Variant("b", (3, 4), {5: LinearPatch(torch.eye(64))}), Variant("dense")]
+    three = [variant("a", (3, 4)), variant("b", (3, 4), {5: LinearPatch(torch.eye(64))}), variant()]
     batch = decoder.inputs(ids())
     calls.clear()  # `inputs` passes through the layers without running them
     ran = run_variants(decoder, batch, three, lambda index, hidden: None)
@@ -58,7 +57,7 @@ def test_shared_layers_run_once():
 def test_equal_variants_are_computed_once_and_all_reported():
     decoder = Decoder(tiny())
     seen = []
-    ran = run_variants(decoder, decoder.inputs(ids()), [Variant("a"), Variant("b")], lambda i, hidden: seen.append(i))
+    ran = run_variants(decoder, decoder.inputs(ids()), [variant("a"), variant("b")], lambda i, hidden: seen.append(i))
     assert ran == 6 and sorted(seen) == [0, 1]
 
 
@@ -74,6 +73,6 @@ def test_summary_has_students_interval_and_the_paired_ratio():
 
 
 def test_a_non_finite_loss_names_its_variant():
-    bad = Variant("broken", (2, 3), {4: LinearPatch(torch.full((64,), 1e38))})
+    bad = variant("broken", (2, 3), {4: LinearPatch(torch.full((64,), 1e38))})
     with pytest.raises(WorkError, match="broken.*window 0"):
-        window_losses(Decoder(tiny()), [Variant("dense"), bad], ids(), progress=False)
+        window_losses(Decoder(tiny()), [variant(), bad], ids(), progress=False)

@@ -4,8 +4,6 @@ import gzip
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,9 +13,8 @@ from datasets.arrow_writer import ArrowWriter
 from tests.conftest import ROOT
 from tests.tokenizers_for_tests import tok, tok_nobos
 from utils.errors import UserError
-from utils.evaluation.qa import (LOCAL_FILES, PAPER_TASKS, HarnessModel, harness_results, load_tasks, paired_differences,
-                      result_row, retained_performance)
-from utils.variants import Variant
+from utils.evaluation.qa import (LOCAL_FILES, PAPER_TASKS, HarnessModel, harness_results, load_tasks,
+                                 paired_differences, result_row, retained_performance)
 
 DATA = Path(os.environ.get("LINEARPATCH_DATA") or ROOT.parent / "shared" / "data")
 needs_data = pytest.mark.skipif(not (DATA / "copa").is_dir(), reason=f"no task data in {DATA}")
@@ -44,7 +41,7 @@ def one_item(tmp_path, choices, gold, scores):
     qa, = load_tasks([task_file(tmp_path, [{"context": "w1", "choices": choices, "gold": gold}])], model)
     values = torch.tensor(scores, dtype=torch.float64)
     metrics, samples = harness_results(qa, model, values, torch.zeros(len(scores), dtype=torch.bool))
-    return result_row(qa, Variant("v"), metrics, samples, values)
+    return result_row(qa, metrics, samples, values)
 
 
 def test_acc_norm_divides_by_characters(tmp_path):
@@ -155,7 +152,7 @@ def test_a_model_that_always_answers_the_same_is_reported(tmp_path):
     qa, = load_tasks([task_file(tmp_path, rows_of(4))], model)
     values = torch.tensor([-1.0, -2.0, -3.0] * 4, dtype=torch.float64)
     metrics, samples = harness_results(qa, model, values, torch.zeros(12, dtype=torch.bool))
-    assert result_row(qa, Variant("v"), metrics, samples, values)["constant"] is True
+    assert result_row(qa, metrics, samples, values)["constant"] is True
 
 
 def test_retained_performance_is_the_mean_of_ratios():
@@ -215,25 +212,26 @@ def hub_stand_in(cache, repository, config, rows):
         "version": {"version_str": "0.0.0", "major": 0, "minor": 0, "patch": 0}, "features": table.features.to_dict()}))
 
 
-def test_tasks_from_the_hub_come_out_of_its_cache_without_network(folders, tmp_path):
+def test_tasks_from_the_hub_come_out_of_its_cache_without_network(script, folders, tmp_path, monkeypatch):
+    import datasets
+    from huggingface_hub import constants
     rows = [{"premise": f"The man turned on tap {i}.", "choice1": "The toilet filled.", "choice2": "Water flowed.",
              "question": "effect", "idx": i, "label": i % 2} for i in range(5)]
     hub_stand_in(tmp_path / "cache", "aps/super_glue", "copa", rows)
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "LINEARPATCH_DATA": "",
-                   "HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "home")}
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
     def call(task):
-        return subprocess.run([sys.executable, "eval_qa.py", "--model", str(folders("llama")), "--tasks", task, "--out",
-                               str(tmp_path / "qa.json")], cwd=ROOT, env=environment, capture_output=True, text=True)
+        return script("eval_qa", "--model", folders("llama"), "--tasks", task, "--out", tmp_path / "qa.json")
 
-    done = call("copa")
-    assert done.returncode == 0, done.stderr
+    code, _, err = call("copa")
+    assert code == 0, err
     row = json.loads((tmp_path / "qa.json").read_text())["results"][0]
     assert (row["task"], row["n"], row["metric"]) == ("copa", 5, "acc")
     before = (tmp_path / "qa.json").read_bytes()
-    missing = call("boolq")
-    assert missing.returncode == 2 and "Traceback" not in missing.stderr, missing.stderr
-    assert "--data-dir" in missing.stderr and (tmp_path / "qa.json").read_bytes() == before
+    code, _, err = call("boolq")
+    assert code == 2 and "Traceback" not in err and "--data-dir" in err, err
+    assert (tmp_path / "qa.json").read_bytes() == before
 
 
 def test_rows_of_another_tokenizer_are_not_reused(script, folders, tmp_path):
@@ -332,14 +330,13 @@ def test_a_damaged_account_of_a_saved_folder_is_no_origin(script, folders, tmp_p
     assert code == 2 and "made for another model" in err, err
 
 
-@pytest.mark.parametrize("change", [{"n": None}, {"acc_norm_items": "01"}, {"acc_items": None}, {"value": 3},
-                                    {"metric": "foo"}, {"acc_norm_stderr": "x"}, {"predictions": []}])
-def test_damaged_rows_are_refused_and_stay(script, folders, tmp_path, change):
+def test_damaged_rows_are_refused_and_stay(script, folders, tmp_path):
     command = ("--model", folders("llama"), "--tasks", task_file(tmp_path, rows_of(4)), "--out", tmp_path / "qa.json")
     assert script("eval_qa", *command)[0] == 0
     content = json.loads((tmp_path / "qa.json").read_text())
-    row = {key: value for key, value in {**content["results"][0], **change}.items() if value is not None}
-    (tmp_path / "qa.json").write_text(json.dumps({**content, "results": [row]}))
+    content["results"][0]["acc_norm_items"] = "01"
+    (tmp_path / "qa.json").write_text(json.dumps(content))
     before = (tmp_path / "qa.json").read_bytes()
     code, _, err = script("eval_qa", *command)
-    assert code == 2 and "damaged" in err and (tmp_path / "qa.json").read_bytes() == before
+    assert code == 2 and "row 1: is damaged (acc_norm has 2 items of 4)" in err and "--force" in err
+    assert (tmp_path / "qa.json").read_bytes() == before and script("eval_qa", *command, "--force")[0] == 0

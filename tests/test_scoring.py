@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from tests.tiny import FAMILIES, tiny
-from utils.errors import WorkError
-from utils.modeling_linearpatch import LinearPatch
+from tests.tiny import FAMILIES, tiny, variant
 from utils.decoder import Decoder
+from utils.errors import WorkError
 from utils.evaluation.scoring import Request, make_packs, score, score_behind_prefix
 from utils.model_folder import patched_model
-from utils.variants import Variant
+from utils.modeling_linearpatch import LinearPatch
 
 
 def tokens(count, seed):
@@ -39,8 +38,8 @@ def plain(model, request):
 
 def variants():
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)) / 8
-    return [Variant("dense"), Variant("vanilla", (2, 3)), Variant("patched", (2, 3), {4: LinearPatch(weight)}),
-            Variant("start", (0, 1), {2: LinearPatch(weight)})]
+    return [variant(), variant("vanilla", (2, 3)), variant("patched", (2, 3), {4: LinearPatch(weight)}),
+            variant("start", (0, 1), {2: LinearPatch(weight)})]
 
 
 def expected(family, requests):
@@ -72,7 +71,7 @@ def test_a_shared_context_is_encoded_once():
 def test_too_long_prompts_lose_their_oldest_tokens():
     decoder = Decoder(tiny(max_position_embeddings=16))
     requests = [Request(tokens(30, 5), tokens(3, n)) for n in (6, 7)]
-    values, _ = score(decoder, [Variant("dense")], make_packs(decoder, [requests]))
+    values, _ = score(decoder, [variant()], make_packs(decoder, [requests]))
     for value, request in zip(values[0], requests):
         cut = (*request.context, *request.continuation)[-17:]
         assert value.item() == pytest.approx(plain(decoder.model, Request(cut[:-3], cut[-3:]))[0], abs=1e-4)
@@ -95,6 +94,6 @@ def test_one_question_alone_and_without_a_common_prefix():
 
 def test_non_finite_scores_are_failures():
     decoder = Decoder(tiny())
-    bad = Variant("broken", (2, 3), {4: LinearPatch(torch.full((64,), 1e38))})
+    bad = variant("broken", (2, 3), {4: LinearPatch(torch.full((64,), 1e38))})
     with pytest.raises(WorkError, match="broken"):
         score(decoder, [bad], make_packs(decoder, groups()))

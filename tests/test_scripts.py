@@ -6,28 +6,10 @@ import re
 import pytest
 import torch
 
+from tests.steps import CALIB, calibrate, ppl, prune, rows
 from tests.tiny import ids, token_text
 from utils.artifacts import read_header, read_tensors
 from utils.models import find_model, load_decoder
-
-CALIB = ("--calib-samples", 4, "--seq-len", 32)
-
-
-def prune(script, folder, out, text, *more):
-    return script("prune", "--model", folder, "--calib-data", text, *CALIB, "--out", out / "selection.json", *more)
-
-
-def calibrate(script, folder, out, text, *more, name="patch.safetensors"):
-    return script("calibrate", "--model", folder, "--selection", out / "selection.json", "--calib-data", text, *CALIB,
-                  "--out", out / name, *more)
-
-
-def ppl(script, folder, out, text, *more):
-    return script("eval_ppl", "--model", folder, "--datasets", text, "--seq-len", 32, "--out", out / "ppl.json", *more)
-
-
-def rows(out):
-    return {row["variant"]: row for row in json.loads((out / "ppl.json").read_text())["results"]}
 
 
 def test_no_op_layers_are_found_patched_by_the_identity_and_cost_nothing(script, folders, tmp_path, text):

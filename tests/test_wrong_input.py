@@ -5,20 +5,27 @@ import shutil
 
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from tests.steps import CALIB, calibrate, ppl, prune, rows
 from tests.test_mmlu import questions, write_subject
 from tests.test_qa import rows_of, task_file
-from tests.test_scripts import CALIB, calibrate, ppl, prune, rows
 from tests.tiny import ids, save, tiny
-from tests.tokenizers_for_tests import tok_eos
-from utils.artifacts import read_tensors
-from utils.errors import UserError, WorkError
-from utils.hadamard import rotation
-from utils.evaluation.mmlu import Question, encode, load_subjects
+from tests.tokenizers_for_tests import tok_eos, tok_nobos
+from utils import artifacts
+from utils.activations import collect
+from utils.artifacts import HEADER, read_tensors
+from utils.data.windows import calibration_windows
 from utils.decoder import Decoder
-from utils.models import find_model
+from utils.errors import UserError, WorkError
+from utils.evaluation.mmlu import Question, encode, load_subjects
 from utils.evaluation.objectives import summarise
+from utils.hadamard import rotation
+from utils.models import find_model
+from utils.patch import scale_vector
+from utils.session import default_folder
 
 
 def refused(result, *words):
@@ -40,10 +47,6 @@ def test_d_is_measured_in_the_rotation_that_p_is_built_with(script, folders, tmp
         header, tensors = read_tensors(tmp_path / "patch.safetensors", "patch")
         states[order] = header["sigma_d"][0]["sigma_d_rotated"]
         assert header["recipe"]["stats"]["rotation"]["order"] == order
-        from utils.activations import collect
-        from utils.data.windows import calibration_windows
-        from tests.tokenizers_for_tests import tok_nobos
-        from utils.patch import scale_vector
         windows = calibration_windows(str(text), tok_nobos(), 4, 32).ids
         stats = collect(model, windows, rotation(48, order=order), progress=False)
         torch.testing.assert_close(tensors["run0.d"].double(), scale_vector(stats.l1_rotated, 2, 4), rtol=1e-4, atol=0)
@@ -201,7 +204,6 @@ def test_outputs_of_one_name_or_of_another_kind_are_refused(script, folders, tmp
 
 
 def test_default_folders_keep_the_whole_name(tmp_path):
-    from utils.session import default_folder
     names = {default_folder(str(tmp_path / name)).name for name in ("Llama-3.1-8B", "Llama-3.2-1B")
              if (tmp_path / name).mkdir() is None}
     assert names == {"Llama-3.1-8B", "Llama-3.2-1B"} and default_folder("a/b-1.5").name == "a--b-1.5"
@@ -211,15 +213,12 @@ def test_default_folders_keep_the_whole_name(tmp_path):
 
 
 def test_a_full_disk_is_named(tmp_path, monkeypatch):
-    import utils.artifacts as module
-    from safetensors import SafetensorError
-
     def full(*args):
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(module, "save_file", full)
+    monkeypatch.setattr(artifacts, "save_file", full)
     with pytest.raises(WorkError, match="p.safetensors: cannot be written.*No space left"):
-        module.write_tensors(tmp_path / "p.safetensors", "stats", {"a": torch.zeros(2)}, {"recipe": {}})
+        artifacts.write_tensors(tmp_path / "p.safetensors", "stats", {"a": torch.zeros(2)}, {"recipe": {}})
     assert not list(tmp_path.iterdir())
 
 
@@ -263,9 +262,6 @@ def test_a_perplexity_beyond_all_numbers_is_a_failure():
 @pytest.mark.parametrize("change", [{"scaling": None}, {"scaling": "foo"}, {"removed": None}, {"model": "x"},
                                     {"hadamard_order": "zzz"}])
 def test_patch_headers_are_checked(script, folders, tmp_path, text, change):
-    from utils.artifacts import HEADER
-    from safetensors import safe_open
-    from safetensors.torch import save_file
     prune(script, folders("llama"), tmp_path, text, "--layers", "2-3")
     calibrate(script, folders("llama"), tmp_path, text)
     path = tmp_path / "patch.safetensors"

@@ -1,4 +1,4 @@
-"""Tiny random models for the tests: hidden 64 (or 48, not a power of two), 6 layers, vocabulary 128."""
+"""Tiny random models for the tests: hidden 64 (or 48, not a power of two), 6 layers, vocabulary 128; and variants."""
 
 import torch
 from transformers import (Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig,
@@ -6,6 +6,10 @@ from transformers import (Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Ge
                           PhiForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
 
 from tests.tokenizers_for_tests import tok_nobos
+from utils.decoder import Variant, run_variants
+from utils.layers import Layers
+from utils.modeling_linearpatch import LinearPatch
+from utils.repairs import REPAIRS
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
@@ -54,3 +58,43 @@ def token_text(count, seed=0):
 def ids(batch=2, length=17, seed=0):
     """Random token ids [batch, length], none of them special."""
     return torch.randint(4, 128, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def variant(name="dense", removed=(), modules=None, about=None, depth=6):
+    """A Variant of a tiny model."""
+    return Variant(name, Layers(depth, removed), modules or {}, about)
+
+
+P = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)) / 8  # not symmetric
+
+
+def patched_variant(removed=(2, 3), place=4, weight=P):
+    """A Variant with one patch of any matrix."""
+    return variant("patched", removed, {place: LinearPatch(weight)}, {"repair": "hadamard", "stage": "calibrated"})
+
+
+def logits_of(decoder, one, input_ids):
+    """Logits of a Variant by the step runner, which never cuts the model."""
+    out = []
+    run_variants(decoder, decoder.inputs(input_ids), [one],
+                 lambda _, hidden: out.append(decoder.head_logits(decoder.final_states(hidden))))
+    return out[0]
+
+
+def patch_of(name, d, order="released"):
+    """The module that the repair `name` makes of the scale vector d."""
+    return REPAIRS[name].module({"d": d}, {"hadamard_order": order}, 0)
+
+
+def plain_states(model, input_ids):
+    """Inputs of every layer and the raw output of the last, by hooks on a whole-model forward: [L+1, B, T, C]."""
+    seen = []
+    handles = [layer.register_forward_pre_hook(lambda m, a, k: seen.append(a[0] if a else k["hidden_states"]),
+                                               with_kwargs=True) for layer in model.model.layers]
+    handles.append(model.model.layers[-1].register_forward_hook(
+        lambda m, a, out: seen.append(out[0] if isinstance(out, tuple) else out)))
+    with torch.no_grad():
+        model(input_ids)
+    for handle in handles:
+        handle.remove()
+    return torch.stack(seen).double()

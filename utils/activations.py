@@ -12,8 +12,6 @@ from tqdm import tqdm
 
 from utils.artifacts import read_tensors, write_tensors
 from utils.errors import UserError, WorkError
-from utils.selection import kept_layers
-from utils.variants import apply_step
 
 TOKEN_CHUNK = 64  # tokens whose scaled states are copied at one time
 STATES_LIMIT = 8e9  # bytes that `layer_states` may keep
@@ -76,19 +74,15 @@ def collect(decoder, input_ids, rotation, batch_size=1, attention_mask=None, pro
 
     Extra memory: the states of one batch, (L+1) B T C, and 2 (L+1) C floats a sample.
     """
-    parts, layers = [], decoder.num_layers
-    buffer = None
+    parts, buffer = [], None
     with tqdm(total=len(input_ids), desc="collect", unit="window", disable=not progress) as bar:
         for ids, mask in _batches(input_ids, attention_mask, batch_size):
             batch = decoder.inputs(ids, mask)
-            hidden = batch.hidden
-            shape = (layers + 1, *hidden.shape)
+            shape = (decoder.num_layers + 1, *batch.hidden.shape)
             if buffer is None or buffer.shape != shape:
-                buffer = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
-            buffer[0] = hidden
-            for index in range(layers):
-                hidden = decoder.layer(batch, index, hidden)
-                buffer[index + 1] = hidden
+                buffer = torch.empty(shape, dtype=batch.hidden.dtype, device=batch.hidden.device)
+            for index, hidden in decoder.states(batch):
+                buffer[index] = hidden
             for sample in range(len(ids)):
                 states = buffer[:, sample] if mask is None else buffer[:, sample, mask[sample].bool().to(buffer.device)]
                 parts.append(_sample_stats(states, rotation))
@@ -152,7 +146,7 @@ def _cosines_from_gram(gram):
     gram = gram.double()
     squares = torch.diagonal(gram, dim1=1, dim2=2)
     norms = (squares[:, :, None] * squares[:, None, :]).sqrt()
-    return torch.where(norms > 0, gram / norms.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
+    return torch.where(norms > 0, gram / norms.clamp(min=torch.finfo(torch.float64).tiny), 0.0)  # eq. (2)
 
 
 @torch.no_grad()
@@ -172,13 +166,8 @@ def token_scaling_spread(decoder, input_ids, runs, rotation, progress=True, keep
     generator = torch.Generator().manual_seed(seed)
     wanted = {index for run in runs for index in run}
     for ids in tqdm(input_ids.split(1), desc="sigma_d", unit="window", disable=not progress):
-        batch = decoder.inputs(ids)
-        hidden, states = batch.hidden, {}
-        for index in range(max(wanted, default=0) + 1):
-            if index in wanted:
-                states[index] = hidden[0].float()
-            if index < max(wanted, default=0):
-                hidden = decoder.layer(batch, index, hidden)
+        states = {index: hidden[0].float() for index, hidden in decoder.states(decoder.inputs(ids), max(wanted, default=0))
+                  if index in wanted}
         for total, some, (start, end) in zip(totals, kept, runs):
             for suffix, change in (("", lambda x: x), ("_rotated", rotation.apply)):
                 before, after = change(states[start]).abs(), change(states[end]).abs()
@@ -199,7 +188,7 @@ def _mean_std(values):
     values = values.double()
     count = (~values.isnan()).sum(0)
     centred = values - values.nanmean(0)
-    std = (centred.square().nansum(0) / (count - 1).clamp(min=1)).sqrt()
+    std = (centred.square().nansum(0) / (count - 1).clamp(min=1)).sqrt()  # eq. (4), one window
     return std[count > 1].mean().item() if (count > 1).any() else 0.0
 
 
@@ -219,13 +208,7 @@ def layer_states(decoder, input_ids, batch_size, wanted):
     result = []
     for ids in input_ids.split(batch_size):
         batch = decoder.inputs(ids)
-        hidden, states = batch.hidden, {}
-        for index in range(wanted[-1] + 1):
-            if index in wanted:
-                states[index] = hidden
-            if index < wanted[-1]:
-                hidden = decoder.layer(batch, index, hidden)
-        result.append((batch, states))
+        result.append((batch, {index: hidden for index, hidden in decoder.states(batch, wanted[-1]) if index in wanted}))
     return result
 
 
@@ -238,27 +221,26 @@ def read_magnitudes(decoder, input_ids, variants, progress=True):
     layers run once for all variants. Raises WorkError on a non-finite state.
     """
     length = decoder.num_layers
-    first = min((min((*variant.removed, *variant.patches), default=length) for variant in variants), default=0)
+    first = min((min((*variant.removed, *variant.modules), default=length) for variant in variants), default=0)
     result = torch.full((len(variants), length + 1, decoder.hidden_size), torch.nan, dtype=torch.float64)
     result[:, :first] = 0.0
     for row, variant in zip(result, variants):
-        row[[*kept_layers(length, variant.removed), length]] = 0.0
+        row[[*variant.layers.kept, length]] = 0.0
     for ids in tqdm(input_ids.split(1), desc="magnitudes", unit="window", disable=not progress):
         batch = decoder.inputs(ids)
-        hidden = batch.hidden
-        for index in range(first):
-            result[:, index] += _column_sums(hidden[0].abs()).cpu().double()
-            hidden = decoder.layer(batch, index, hidden)
+        for index, hidden in decoder.states(batch, first):
+            if index < first:
+                result[:, index] += _column_sums(hidden[0].abs()).cpu().double()
         for row, variant in zip(result, variants):
-            own, behind = hidden, [step for step in variant.steps(length) if not isinstance(step, int) or step >= first]
-            for step in [*behind, length]:
+            own, after = hidden, [step for step in variant.steps() if not isinstance(step, int) or step >= first]
+            for step in [*after, length]:
                 if isinstance(step, int):
                     row[step] += _column_sums(own[0].abs()).cpu().double()
                 if step != length:
-                    own = apply_step(decoder, batch, step, own)
+                    own = decoder.step(batch, step, own)
     result /= input_ids.numel()
     for row, variant in zip(result, variants):
-        if not torch.isfinite(row[[*kept_layers(length, variant.removed), length]]).all():
+        if not torch.isfinite(row[[*variant.layers.kept, length]]).all():
             raise WorkError(f"{decoder.label}: variant {variant.name} has non-finite states; "
                             "use --dtype float32 or bfloat16")
     return result
@@ -276,9 +258,7 @@ def largest_activations(decoder, input_ids, top=3, progress=True):
     layers = [[] for _ in range(length + 1)]
     tokens, medians = torch.zeros(input_ids.shape), torch.zeros(length + 1, dtype=torch.float64)
     for window, ids in enumerate(tqdm(input_ids.split(1), desc="massive", unit="window", disable=not progress)):
-        batch = decoder.inputs(ids)
-        hidden = batch.hidden
-        for index in range(length + 1):
+        for index, hidden in decoder.states(decoder.inputs(ids)):
             size = hidden[0].float().abs()
             values, flat = size.flatten().topk(min(top, size.numel()))
             places = zip(values.tolist(), (flat // size.shape[1]).tolist(), (flat % size.shape[1]).tolist())
@@ -286,8 +266,6 @@ def largest_activations(decoder, input_ids, top=3, progress=True):
             layers[index] = sorted(found, key=lambda entry: (-entry[0], *entry[1:]))[:top]
             tokens[window] = torch.maximum(tokens[window], size.amax(1).cpu())
             medians[index] += size.median().item() / len(input_ids)
-            if index < length:
-                hidden = decoder.layer(batch, index, hidden)
     if not torch.isfinite(tokens).all():
         raise WorkError(f"{decoder.label}: non-finite states; use --dtype float32 or bfloat16")
     return layers, tokens, medians

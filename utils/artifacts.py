@@ -1,6 +1,6 @@
 """Artifacts: what the scripts write and read. JSON or safetensors, versioned, atomic, with provenance.
 
-Every file says its kind ("linearpatch/selection@1"), the recipe that determines its content (all inputs, so that
+Every file says its kind ("linearpatch/selection@2"), the recipe that determines its content (all inputs, so that
 an equal recipe means an equal result) and its provenance (versions, device, time, memory: informative only).
 """
 
@@ -22,23 +22,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from utils.errors import UserError, WorkError
+from utils.schemas import SCHEMAS, problem
 
-REQUIRED = {  # fields that readers rely on, with their types
-    "selection": {"model": dict, "removed": list}, "patch": {"model": dict, "removed": list, "scaling": str},
-    "ppl": {"model": dict, "results": list}, "qa": {"model": dict, "results": list},
-    "mmlu": {"model": dict, "results": list}, "overhead": {"model": dict, "results": list},
-    "checkpoint": {"recipe": dict, "step": int, "log": list},
-    "teacher": {"recipe": dict, "sha256": str}, "stats": {"recipe": dict},
-    "progress": {"recipe": dict, "rounds": list}, "figure": {"recipe": dict, "csv_sha256": str},
-}
-VERSIONS = {"selection": 1, "stats": 1, "patch": 1, "ppl": 1, "qa": 1, "mmlu": 1, "overhead": 1, "checkpoint": 1,
-            "teacher": 1, "progress": 1, "figure": 1}
-NUMBER = (int, float)
-ROW_FIELDS = {  # of the rows in results files
-    "ppl": {"variant": str, "dataset": str, "ppl": NUMBER},
-    "qa": {"variant": str, "task": str, "metric": str, "value": NUMBER},
-    "mmlu": {"variant": str, "subject": str, "accuracy": NUMBER},
-}
+REMEDY = "--force recomputes it, or run again what wrote it"
 HEADER = "linearpatch"  # key of the JSON inside a safetensors header
 
 
@@ -75,26 +61,15 @@ def write_json(path, kind, content):
         temporary.write_text(text + "\n", encoding="utf-8")
 
 
-def read_json(path, kind):
-    """Read an artifact of `kind`. Raises UserError naming the file and what is wrong with it."""
+def read_json(path, kind, remedy=REMEDY):
+    """Read an artifact of `kind`. Raises UserError naming the file, what is wrong with it and the remedy."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except _NotFinite as error:
-        raise UserError(f"{path}: holds {error}, which is never a result; recompute it with --force") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
-        raise UserError(f"{path}: not a JSON file; expected a {kind} written by this project") from None
-    _check_format(content, path, kind)
-    return content
-
-
-class _NotFinite(Exception):
-    pass
-
-
-def _refuse_constant(name):
-    raise _NotFinite(name)
+    except UnicodeDecodeError:
+        text = ""
+    return _checked(text, path, kind, remedy)
 
 
 def write_tensors(path, kind, tensors, content):
@@ -113,12 +88,22 @@ def write_tensors(path, kind, tensors, content):
 
 def read_header(path, kind):
     """The JSON in the header of a safetensors artifact, without reading its tensors."""
-    return _open_tensors(path, kind, names_only=True)[0]
+    return read_tensors(path, kind, wanted=False)[0]
 
 
-def read_tensors(path, kind):
-    """(header, {name: tensor}) of a safetensors artifact of `kind`."""
-    return _open_tensors(path, kind, names_only=False)
+def read_tensors(path, kind, wanted=True):
+    """(header, {name: tensor}) of a safetensors artifact of `kind`; the tensors only where they are wanted."""
+    if not Path(path).is_file():
+        raise UserError(f"{path}: no such file")
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()} if wanted else {}
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: not a readable safetensors file ({str(error).splitlines()[0]})") from None
+    if HEADER not in metadata:
+        raise UserError(f"{path}: a safetensors file, but not a {kind} written by this project")
+    return _checked(metadata[HEADER], path, kind), tensors
 
 
 def read_entry(path, place):
@@ -153,42 +138,26 @@ def kind_of(path):
     return content and content["format"].removeprefix("linearpatch/").partition("@")[0]
 
 
-def _open_tensors(path, kind, names_only):
-    if not Path(path).is_file():
-        raise UserError(f"{path}: no such file")
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {} if names_only else {name: file.get_tensor(name) for name in file.keys()}
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: not a readable safetensors file ({str(error).splitlines()[0]})") from None
-    if HEADER not in metadata:
-        raise UserError(f"{path}: a safetensors file, but not a {kind} written by this project")
-    try:
-        content = json.loads(metadata[HEADER])
-    except (json.JSONDecodeError, RecursionError):
-        raise UserError(f"{path}: its header is damaged") from None
-    _check_format(content, path, kind)
-    return content, tensors
-
-
 def _format(kind):
-    return f"linearpatch/{kind}@{VERSIONS[kind]}"
+    return f"linearpatch/{kind}@{SCHEMAS[kind].version}"
 
 
-def _check_format(content, path, kind):
+def _checked(text, path, kind, remedy=REMEDY):
+    """The content of an artifact from its JSON, as it stands there, if it is what its kind holds (utils/schemas.py)."""
+    def refuse(constant):
+        raise UserError(f"{path}: holds {constant}, which is never a result; {remedy}")
+
+    try:
+        content = json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError):
+        raise UserError(f"{path}: not a JSON file; expected a {kind} written by this project") from None
     found = content.get("format") if isinstance(content, dict) else None
     if found == _format(kind):
-        for field, wanted in REQUIRED.get(kind, {}).items():
-            if not isinstance(content.get(field), wanted):
-                raise UserError(f"{path}: field '{field}' is missing or no {wanted.__name__}")
-        if not all(isinstance(row, dict) for row in content.get("results", ())):
-            raise UserError(f"{path}: field 'results' is no list of rows")
-        for number, row in enumerate(content.get("results", ()), 1):
-            for field, wanted in ROW_FIELDS.get(kind, {}).items():
-                if not isinstance(row.get(field), wanted):
-                    raise UserError(f"{path}: row {number}: field '{field}' is missing or damaged; --force recomputes")
-        return
+        if wrong := problem(kind, content):
+            raise UserError(f"{path}: {wrong}; {remedy}")
+        return content
+    if found == f"linearpatch/{kind}@1":
+        raise UserError(f"{path}: format {found} was written by an earlier version; {remedy}")
     if isinstance(found, str) and found.startswith(f"linearpatch/{kind}@"):
         raise UserError(f"{path}: format {found} is unknown here; this version reads {_format(kind)}")
     raise UserError(f"{path}: expected a {kind} ({_format(kind)}), found {found or 'no format field'}")

@@ -433,7 +433,9 @@ def _sentencepiece_backend(proto):
     """tokenizers.Tokenizer that encodes like the sentencepiece BPE model `proto`.
 
     sentencepiece normalises, keeps user-defined symbols whole, and merges the pair whose joined piece has the highest
-    score. So: one merge rule for every split of a normal piece into two, best score first.
+    score. So: one merge rule for every split of a normal piece into two, best score first. (The converter of
+    transformers 5.24, SpmConverter.build_tokenizer_from_spm_proto, takes a literal <0x41> between two symbols for its
+    byte.)
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
     from sentencepiece.sentencepiece_model_pb2 import ModelProto

@@ -1,16 +1,19 @@
-"""A causal language model as embedding, decoder layers, final norm and head, run layer by layer.
+"""A causal language model as embedding, decoder layers, final norm and head, run layer by layer; and its variants.
 
 X^(l) is the input of layer l, X^(L) the raw output of the last layer, before the final norm. `Decoder` finds the
 layers by structure, not by the model's name, and runs them with the keyword arguments that the model itself passes.
+A `Variant` is the model without some layers and with modules where they were; `run_variants` runs several together.
 """
 
+import hashlib
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from utils.errors import UserError, WorkError
+from utils.layers import Layers
 
 NLL_CHUNK = 512  # tokens whose logits exist at one time: 512 x 128,000 float32 = 262 MB
 
@@ -132,6 +135,20 @@ class Decoder:
                             "use --dtype bfloat16 or float32")
         return output
 
+    def states(self, batch, stop=None):
+        """Yield (l, X^(l) [B, T, C]) for l = 0..stop, by default 0..L; layer l runs only when X^(l+1) is asked for."""
+        stop, hidden = self.num_layers if stop is None else stop, batch.hidden
+        for index in range(stop):
+            yield index, hidden
+            hidden = self.layer(batch, index, hidden)
+        yield stop, hidden
+
+    def step(self, batch, step, hidden):
+        """One step of a variant [B, T, C] -> [B, T, C]: a layer by its index, or a module in the place of a run."""
+        if isinstance(step, int):
+            return self.layer(batch, step, hidden)
+        return step(hidden, batch) if getattr(step, "reads_batch", False) else step(hidden)
+
     def final_states(self, hidden):
         """X^(L) -> input of the head, [B, T, C]."""
         if self.norm is None:
@@ -160,17 +177,12 @@ class Decoder:
         length = targets.shape[1]
         states = self.final_states(hidden[:, :length]).reshape(-1, hidden.shape[-1])
         losses = []
-        for part, goal in zip(states.split(NLL_CHUNK), targets.reshape(-1).split(NLL_CHUNK)):
+        for part, target in zip(states.split(NLL_CHUNK), targets.reshape(-1).split(NLL_CHUNK)):
             logits = self.head_logits(part)
             if look is not None:
                 look(logits)
-            losses.append(nn.functional.cross_entropy(logits, goal.to(logits.device), reduction="none"))
+            losses.append(nn.functional.cross_entropy(logits, target.to(logits.device), reduction="none"))
         return torch.cat(losses).view(targets.shape)
-
-    def parameters(self):
-        """(all, [of layer 0, 1, ...]) numbers of parameters; a tied head counts once."""
-        return (sum(p.numel() for p in self.model.parameters()),
-                [sum(p.numel() for p in layer.parameters()) for layer in self.layers])
 
     @torch.no_grad()
     def _check(self):
@@ -182,10 +194,7 @@ class Decoder:
         for handle in handles:
             handle.remove()
         self.returns_tuple = any(kinds)
-        batch = self.inputs(ids)
-        hidden = batch.hidden
-        for index in range(self.num_layers):
-            hidden = self.layer(batch, index, hidden)
+        *_, (_, hidden) = self.states(self.inputs(ids))
         found = self.head_logits(self.final_states(hidden)).to(expected.device)
         tolerance = 1e-4 if self.dtype == torch.float32 else 3e-2
         scale = expected.abs().max().clamp(min=1.0)
@@ -219,3 +228,85 @@ def _replaced_forwards(layers, make_forward):
                 del layer.forward
             else:
                 layer.forward = forward
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model with layers removed and modules where they were.
+
+    modules[i] acts on the input of module i of the INTACT model: the first kept layer behind a run, or i = L for the
+    final norm. about: always `metric` that chose the layers, `n` of them, `repair` and `stage`; or more, from a file.
+    """
+
+    name: str
+    layers: Layers
+    modules: dict = field(default_factory=dict)
+    about: dict = None
+
+    def __post_init__(self):
+        removed = self.layers.removed
+        about = {"metric": None, "n": len(removed), "repair": None if self.modules else "none",
+                 "stage": "pruned" if removed else "dense"}
+        object.__setattr__(self, "about", {**about, **(self.about or {})})
+
+    @property
+    def removed(self):
+        return self.layers.removed
+
+    def steps(self):
+        """The way from X^(0) to the input of the final norm: layer indices and modules, in order."""
+        steps = []
+        for index in [*self.layers.kept, self.layers.depth]:
+            steps += [self.modules[index]] if index in self.modules else []
+            steps += [index] if index < self.layers.depth else []
+        return steps
+
+    def digest(self):
+        """Hex sha256 of what this variant computes: its removed layers and the bytes of its modules."""
+        digest = hashlib.sha256(str(list(self.removed)).encode())
+        for index, module in sorted(self.modules.items()):
+            for name, tensor in module.state_dict().items():
+                digest.update(f"{index}{name}{list(tensor.shape)}".encode())
+                digest.update(tensor.cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+    def describe(self, source):
+        """What scripts print, in the numbers of the cut model: 'layers 4, patch after layer 1, yes'.
+
+        source: ModelSource; a folder that carries patches itself has them in every variant.
+        """
+        after = [self.layers.position(index) - 1 for index in sorted(self.modules)] + source.patched_after
+        places = ", ".join("after the embedding" if layer < 0 else f"after layer {layer}" for layer in after)
+        kept = len(self.layers.kept)
+        return f"layers {kept}, patch {places}, yes" if places else f"layers {kept}, patch no"
+
+
+@torch.no_grad()
+def run_variants(decoder, batch, variants, leaf, wanted=None):
+    """Call leaf(variant index, X^(L) [B, T, C]) for every variant; what variants have in common runs once.
+
+    wanted(variant index), asked before each step, may give up a variant meanwhile. Where the ways part, the variant
+    that is named first goes first. Returns the number of layers and modules that ran.
+    """
+    ran = 0
+
+    def walk(group, hidden):
+        nonlocal ran
+        while True:
+            branches = {}
+            for index, steps in group:
+                if wanted is None or wanted(index):
+                    branches.setdefault(steps[0] if steps else None, []).append((index, steps[1:]))
+            for index, _ in branches.pop(None, ()):
+                leaf(index, hidden)
+            if not branches:
+                return
+            *others, (last_step, last_group) = branches.items()
+            for step, members in others:
+                ran += 1
+                walk(members, decoder.step(batch, step, hidden))
+            ran += 1
+            hidden, group = decoder.step(batch, last_step, hidden), last_group
+
+    walk([(index, variant.steps()) for index, variant in enumerate(variants)], batch.hidden)
+    return ran

@@ -5,19 +5,11 @@ teacher goes on through the removed layers, the student through the patches; onl
 are formed for the student.
 """
 
-import re
-
 import torch
-from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from utils.errors import UserError
-from utils.hadamard import rotation
-from utils.selection import kept_layers, runs_of
-from utils.variants import apply_step
-
-PARAMETRISATIONS = ("full", "symmetric", "diagonal-hadamard", "diagonal", "low-rank:R")
 
 
 class GatheredLogits(torch.autograd.Function):
@@ -102,8 +94,8 @@ def kl_top_k(teacher_log, student_logits):
 
     teacher_log: log-probabilities or logits float [T, K]; student_logits float [T, K] at the same tokens.
     """
-    return F.kl_div(F.log_softmax(student_logits, 1), F.log_softmax(teacher_log.float(), 1), reduction="batchmean",
-                    log_target=True)
+    student_log, teacher_log = F.log_softmax(student_logits, 1), F.log_softmax(teacher_log.float(), 1)
+    return F.kl_div(student_log, teacher_log, reduction="batchmean", log_target=True)  # eq. (8)
 
 
 def kl_with_tail(teacher_log, student_logits, student_normaliser):
@@ -120,88 +112,25 @@ def kl_with_tail(teacher_log, student_logits, student_normaliser):
     return (total + torch.where(teacher_rest > 1e-7, rest, 0.0)).mean()
 
 
-class TrainablePatch(nn.Module):
-    """One patch with trainable float32 parameters, started from a matrix or a diagonal.
-
-    parametrisation: full (P), symmetric (P = (A + A^T) / 2), diagonal-hadamard (P = H diag(d) H^T, d trained),
-    diagonal (P = diag(d)), low-rank:R (P = P_0 + U V, U starting at zero). `matrix` gives P as it is now.
-    """
-
-    def __init__(self, weight, parametrisation, order="released", seed=0):
-        super().__init__()
-        size = len(weight)
-        self.kind, rank = parametrisation, 0
-        if found := re.fullmatch("(low-rank):([1-9][0-9]{0,5})", parametrisation):
-            self.kind, rank = found[1], int(found[2])
-        full = torch.diag(weight) if weight.ndim == 1 else weight
-        self.turn = rotation(size, order=order) if self.kind == "diagonal-hadamard" else None
-        if self.kind in ("full", "symmetric"):
-            self.weight = nn.Parameter(full.float().clone())
-        elif self.kind == "diagonal-hadamard":
-            dense = self.turn.matrix()
-            self.weight = nn.Parameter((dense.T @ full.double() @ dense).diagonal().float().clone())
-        elif self.kind == "diagonal":
-            self.weight = nn.Parameter(full.diagonal().float().clone())
-        elif self.kind == "low-rank" and 0 < rank <= size:
-            generator = torch.Generator().manual_seed(seed)
-            self.register_buffer("start", full.float().clone())
-            self.left = nn.Parameter(torch.zeros(size, rank))
-            self.right = nn.Parameter(torch.randn(rank, size, generator=generator) / size**0.5)
-        else:
-            raise UserError(f"--trainable {parametrisation}: expected one of {', '.join(PARAMETRISATIONS)}")
-
-    def forward(self, hidden):
-        x = hidden.float()
-        if self.kind == "diagonal":
-            patched = x * self.weight
-        elif self.kind == "diagonal-hadamard":
-            patched = self.turn.apply_transposed(self.turn.apply(x) * self.weight)
-        elif self.kind == "low-rank":
-            patched = x @ self.start + (x @ self.left) @ self.right
-        else:
-            patched = x @ ((self.weight + self.weight.T) / 2 if self.kind == "symmetric" else self.weight)
-        return patched.to(hidden.dtype)
-
-    def export(self):
-        """{name: float32 tensor} for the patch file."""
-        matrix = self.matrix().cpu()
-        return {"d" if matrix.ndim == 1 else "weight": matrix}
-
-    @torch.no_grad()
-    def matrix(self):
-        """P as LinearPatch holds it: float32 [C, C], or [C] for a diagonal one."""
-        if self.kind == "diagonal":
-            return self.weight.clone()
-        if self.kind == "diagonal-hadamard":
-            return self.turn.conjugate(self.weight)
-        if self.kind == "low-rank":
-            return self.start + self.left @ self.right
-        return ((self.weight + self.weight.T) / 2 if self.kind == "symmetric" else self.weight).clone()
-
-
 class Distiller:
-    """Teacher and student of one decoder: `removed` layers, one trainable patch or network behind each run.
+    """Teacher and student of one decoder: Layers are removed, one trainable module stands behind each run.
 
-    patches: {end of run: TrainablePatch, SwiGLU or ReplacementLayer}. loss: 'kl', 'kl-tail' (with the bucket for the
-    rest) or 'mse' (of the states at each interface).
+    patches: {end of run: module of utils/networks.py}. loss: 'kl', 'kl-tail' (with the bucket for the rest) or 'mse'
+    (of the states at each interface).
     """
 
-    def __init__(self, decoder, removed, patches, top_k=100, loss="kl"):
-        if not removed:
+    def __init__(self, decoder, layers, patches, top_k=100, loss="kl"):
+        if not layers.removed:
             raise UserError("nothing to fine-tune: the patch removes no layers")
-        self.decoder, self.patches, self.top_k, self.loss = decoder, patches, top_k, loss
-        self.runs = runs_of(removed)
-        self.start = self.runs[0][0]
-        self.kept = set(kept_layers(decoder.num_layers, removed))
+        self.decoder, self.layers, self.patches, self.top_k, self.loss = decoder, layers, patches, top_k, loss
+        self.start, self.last_end = layers.runs[0][0], layers.runs[-1][1]
         self.parameters = [p for patch in patches.values() for p in patch.parameters()]
 
     @torch.no_grad()
     def interface(self, ids):
         """(LayerInputs, X^(start) [B, T, C]): the frozen prefix, run once for teacher and student."""
         batch = self.decoder.inputs(ids)
-        hidden = batch.hidden
-        for index in range(self.start):
-            hidden = self.decoder.layer(batch, index, hidden)
+        *_, (_, hidden) = self.decoder.states(batch, self.start)
         return batch, hidden
 
     @torch.no_grad()
@@ -215,7 +144,7 @@ class Distiller:
             hidden = self.decoder.layer(batch, index, hidden)
             if index + 1 in self.patches:
                 wanted[index + 1] = hidden
-            if self.loss == "mse" and index + 1 == self.runs[-1][1]:
+            if self.loss == "mse" and index + 1 == self.last_end:
                 return wanted
         if self.loss == "mse":
             return wanted
@@ -224,15 +153,15 @@ class Distiller:
 
     def student_loss(self, batch, hidden, target):
         """The loss of the student branch from X^(start), with gradients to the patches only."""
-        total = 0.0
-        for index in range(self.runs[0][1], self.decoder.num_layers + 1):
+        total, kept = 0.0, set(self.layers.kept)
+        for index in range(self.layers.runs[0][1], self.decoder.num_layers + 1):
             if index in self.patches:
-                hidden = apply_step(self.decoder, batch, self.patches[index], hidden)
+                hidden = self.decoder.step(batch, self.patches[index], hidden)
                 if self.loss == "mse":
                     total = total + F.mse_loss(hidden.float(), target[index].float())
-                    if index == self.runs[-1][1]:
+                    if index == self.last_end:
                         return total
-            if index in self.kept:
+            if index in kept:
                 hidden = self.decoder.layer(batch, index, hidden)
         return self._logit_loss(hidden, target)
 

@@ -23,11 +23,11 @@ def for_each_layer(decoder, input_ids, weights_of, use, batch_size=1, first=0, l
     parts = input_ids.split(batch_size)
     with tqdm(total=2 * decoder.num_layers - first, desc=label, unit="layer", disable=label is None) as bar:
         batches, inputs, outputs = _forward(decoder, parts, first, bar)
-        slopes = [_loss_gradient(decoder, outputs.pop(0), ids) for ids in parts]
+        upstream = [_loss_gradient(decoder, outputs.pop(0), ids) for ids in parts]
         for index in reversed(range(first, decoder.num_layers)):
             states = inputs.pop() or _next_states(decoder, index - 1, batches, inputs[-1])
             weights = weights_of(index)
-            gradients, slopes = _layer(decoder, index, batches, states, slopes, weights)
+            gradients, upstream = _layer(decoder, index, batches, states, upstream, weights)
             if weights:
                 use(index, gradients)
             del gradients  # before the next layer makes its own
@@ -56,11 +56,11 @@ def _loss_gradient(decoder, hidden, ids):
     """Gradient with respect to X^(L) [B, T, C] of the summed loss of the batch."""
     states = hidden[:, :-1].reshape(-1, hidden.shape[-1])
     gradients = []
-    for part, goal in zip(states.split(HEAD_CHUNK), ids[:, 1:].reshape(-1).split(HEAD_CHUNK)):
+    for part, target in zip(states.split(HEAD_CHUNK), ids[:, 1:].reshape(-1).split(HEAD_CHUNK)):
         part = part.detach().requires_grad_()
         with torch.enable_grad():
             logits = decoder.head_logits(decoder.final_states(part))
-            loss = nn.functional.cross_entropy(logits, goal.to(logits.device), reduction="sum")
+            loss = nn.functional.cross_entropy(logits, target.to(logits.device), reduction="sum")
         gradients.append(torch.autograd.grad(loss, part)[0])
         del logits, loss
     result = torch.zeros_like(hidden)  # the last position predicts nothing
@@ -68,7 +68,7 @@ def _loss_gradient(decoder, hidden, ids):
     return result
 
 
-def _layer(decoder, index, batches, inputs, slopes, weights):
+def _layer(decoder, index, batches, inputs, upstream, weights):
     """({name: gradient of a weight}, [batch] gradient with respect to X^(index)) from those of X^(index+1)."""
     sums = {name: torch.zeros_like(weight, dtype=torch.float32) for name, weight in weights.items()}
     before = []
@@ -79,13 +79,13 @@ def _layer(decoder, index, batches, inputs, slopes, weights):
             hidden = inputs[number].detach().requires_grad_()
             with torch.enable_grad():
                 output = decoder.layer(batch, index, hidden)
-            found = torch.autograd.grad(output, [hidden, *weights.values()], slopes[number].to(output.device),
+            found = torch.autograd.grad(output, [hidden, *weights.values()], upstream[number].to(output.device),
                                         allow_unused=True)
             before.append(found[0])
             for total, gradient in zip(sums.values(), found[1:]):
                 if gradient is not None:
                     total += gradient
-            inputs[number] = slopes[number] = None
+            inputs[number] = upstream[number] = None
             output = found = gradient = None  # before the next batch makes its own
     finally:
         for weight in weights.values():

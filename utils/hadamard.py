@@ -10,6 +10,21 @@ The released code takes H_m from QuaRot's tables, m the first of 172, 156, 140, 
 divides C.  m is the same here, except where that is 172 or 156 (here 344 or 312, if it divides C), and the default
 order "released" is that code's Kronecker order.  But H_m may be another Hadamard matrix of order m than its table, so
 that H and P equal the released ones for C = 2^p only.
+
+| hidden size C | H_m                      | 2^p  | models of this size                              |
+|---------------|--------------------------|------|--------------------------------------------------|
+| 576           | Paley II 36              | 16   | SmolLM2-135M                                     |
+| 896           | Paley II 28              | 32   | Qwen2.5-0.5B                                     |
+| 960           | Paley I 60               | 16   | SmolLM2-360M                                     |
+| 1536          | Paley I 12               | 128  | Qwen2.5-1.5B                                     |
+| 2048          |                          | 2048 | SmolLM2-1.7B, LLaMA-3.2-1B, Qwen2.5-3B           |
+| 2560          | Sylvester 2 x Paley I 20 | 64   | Qwen3-4B                                         |
+| 3072          | Paley I 12               | 256  | LLaMA-3.2-3B                                     |
+| 3584          | Paley II 28              | 128  | Qwen2.5-7B, Gemma-2-9B                           |
+| 4096          |                          | 4096 | LLaMA-2-7B, LLaMA-3-8B, Mistral-7B, Baichuan2-7B |
+| 5120          | Sylvester 2 x Paley I 20 | 128  | LLaMA-2-13B                                      |
+| 5376          | Paley I 84               | 64   | Gemma-3-27B                                      |
+| 8192          |                          | 8192 | LLaMA-2-70B                                      |
 """
 import math
 import operator
@@ -23,7 +38,6 @@ import torch
 from utils.errors import WorkError
 
 ORDERS = ("released", "paper")
-KINDS = ("hadamard", "dct", "random")
 MAX_BITS = 6     # Sylvester's matrix is applied in factors of order 64 or less: on CPU as fast as any other split
 CHUNK = 1 << 19  # elements (2 MB in float32) that pass through all factors while they are in the CPU's cache
 
@@ -113,20 +127,11 @@ def _dct2(size):
     return h
 
 
-def _random(size, seed):
-    """Haar-distributed orthogonal float64 [size, size]: QR of a seeded Gaussian, signs fixed by diag(R) > 0."""
-    gaussian = torch.randn(size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    q, r = torch.linalg.qr(gaussian)
-    return q * r.diagonal().sign()
-
-
 @dataclass(frozen=True, eq=False)
 class Rotation:
     """H, [size, size] with H H^T = I, kept as Kronecker factors.  Made by `rotation(...)`."""
     size: int
     order: str
-    kind: str
-    seed: int
     orders: tuple       # of the Hadamard matrices whose product is H_m
     power: int          # 2^p
     construction: str   # the Kronecker factors from left to right, in words
@@ -134,8 +139,8 @@ class Rotation:
     _cache: dict = field(default_factory=dict, repr=False)
 
     def info(self):
-        """JSON-ready description for an artifact's metadata; size, order, kind and seed rebuild the rotation."""
-        return {name: getattr(self, name) for name in ("size", "order", "kind", "seed", "construction", "is_hadamard")}
+        """JSON-ready description for an artifact's metadata; size and order rebuild the rotation."""
+        return {name: getattr(self, name) for name in ("size", "order", "construction", "is_hadamard")}
 
     def factors(self):
         """CPU matrices F_1, F_2, ... with H = s F_1 (x) F_2 (x) ..., built anew by each call.
@@ -179,8 +184,6 @@ class Rotation:
         return ((p + p.T) / 2).to(d.device, torch.float32)
 
     def _m_factors(self):
-        if self.kind == "random":
-            return [_random(self.size, self.seed)]
         if not self.is_hadamard:
             return [_dct2(self.size)]
         built = [_hadamard(order) for order in self.orders]
@@ -247,35 +250,32 @@ def _cuda_kernel(device):
     return hadamard_transform
 
 
-def rotation(size, order="released", kind="hadamard", seed=0):
+def rotation(size, order="released"):
     """The Rotation for `size` channels: the same object for the same arguments, matrices built when first used.
 
-    size   any integer >= 1
+    size   any integer >= 1; a warning says where H is the DCT-II, for want of a Hadamard matrix
     order  of the Kronecker factors: "released", H_m^T (x) H_2^p (the published code), or "paper", H_2^p (x) H_m
-    kind   "hadamard", with a warning where it falls back to the DCT-II; "dct"; "random" (orthogonal, from `seed`)
 
-    ValueError on a size below 1 or an unknown order or kind.
+    ValueError on a size below 1 or an unknown order.
     """
     size = operator.index(size)
     if size < 1:
         raise ValueError(f"the size of a rotation must be at least 1, not {size}")
-    for name, value, known in (("order", order, ORDERS), ("kind", kind, KINDS)):
-        if value not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
-    made = _rotation(size, order, kind, seed if kind == "random" else 0)
-    if kind == "hadamard" and not made.is_hadamard:
+    if order not in ORDERS:
+        raise ValueError(f"order must be one of {', '.join(ORDERS)}, not {order!r}")
+    made = _rotation(size, order)
+    if not made.is_hadamard:
         warnings.warn(f"no Hadamard matrix for size {size}: the rotation is the orthonormal DCT-II", stacklevel=2)
     return made
 
 
 @lru_cache(maxsize=16)
-def _rotation(size, order, kind, seed):
-    plan = _plan(size) if kind == "hadamard" else None
-    orders, power = plan or ((), 1)
+def _rotation(size, order):
+    plan = _plan(size)
+    if not plan:
+        return Rotation(size, order, (), 1, f"DCT-II (no Hadamard construction for {size})", is_hadamard=False)
+    orders, power = plan
     words = [f"{_paley(n)[0]} {n}" if n != 40 else "Sylvester 2 x Paley I 20" for n in orders]
     sylvester = [f"Sylvester {power}"] if power > 1 or not orders else []
     construction = " x ".join(words + sylvester if order == "released" else sylvester + words)
-    if not plan:
-        known = f" (no Hadamard construction for {size})" if kind == "hadamard" else ""
-        construction = f"random orthogonal, seed {seed}" if kind == "random" else f"DCT-II{known}"
-    return Rotation(size, order, kind, seed, orders, power, construction, is_hadamard=plan is not None)
+    return Rotation(size, order, orders, power, construction, is_hadamard=True)

@@ -1,7 +1,6 @@
 """Cut layers out of a model, attach patches, and save the result as an ordinary Hugging Face folder."""
 
 import copy
-import json
 import os
 import shutil
 import tempfile
@@ -12,43 +11,41 @@ import transformers
 from torch import nn
 
 from utils import modeling_linearpatch
+from utils.artifacts import read_json, write_json
 from utils.errors import UserError
-from utils.patch import layer_lists
-from utils.selection import kept_layers
 
 INDEX_LISTS = ("mlp_only_layers", "full_attn_idxs")  # lists OF layer indices
 NOT_PER_LAYER = ("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "keys_to_ignore_at_inference")
 
 
-def cut(decoder, removed):
-    """Remove layers from the decoder's model, in place: list, layer_idx of every module, and per-layer config.
+def cut(decoder, layers):
+    """Remove Layers from the decoder's model, in place: list, layer_idx of every module, and per-layer config.
 
     Kept tensors are untouched. Raises UserError when a model built from the new config would differ in its layers,
     as with patterns that are computed from a layer's index.
     """
-    kept = kept_layers(decoder.num_layers, removed)
     model = decoder.model
-    layers = nn.ModuleList(decoder.layers[index] for index in kept)
-    setattr(decoder.parent, decoder.layers_path.rpartition(".")[2], layers)
-    for new_index, layer in enumerate(layers):
+    modules = nn.ModuleList(decoder.layers[index] for index in layers.kept)
+    setattr(decoder.parent, decoder.layers_path.rpartition(".")[2], modules)
+    for new_index, layer in enumerate(modules):
         for module in layer.modules():
             if isinstance(getattr(module, "layer_idx", None), int):
                 module.layer_idx = new_index
-    cut_config(model.config.get_text_config(), decoder.num_layers, kept)
-    _check_rebuild(model, layers)
+    cut_config(model.config.get_text_config(), layers)
+    _check_rebuild(model, modules)
     return model
 
 
-def cut_config(config, num_layers, kept):
+def cut_config(config, layers):
     """Fit a transformers config to the kept layers, in place: the depth and every list with one entry a layer."""
-    position = {old: new for new, old in enumerate(kept)}
+    kept, removed = layers.kept, set(layers.removed)
     config.num_hidden_layers = len(kept)
     for name, value in list(vars(config).items()):
         if not isinstance(value, list):
             continue
         if name in INDEX_LISTS:
-            setattr(config, name, [position[index] for index in value if index in position])
-        elif len(value) == num_layers and name not in NOT_PER_LAYER:
+            setattr(config, name, [layers.position(index) for index in value if index not in removed])
+        elif len(value) == layers.depth and name not in NOT_PER_LAYER:
             setattr(config, name, [value[index] for index in kept])
 
 
@@ -81,19 +78,16 @@ def patched_model(decoder, variant):
     """
     if getattr(decoder.model.config, "linear_patches", None):
         raise UserError(f"{decoder.label}: already carries patches; start from the model that it was made from")
-    num_layers = decoder.num_layers
     path, norm_name = decoder.layers_path, decoder.norm_name
-    model = cut(decoder, variant.removed)
-    if not variant.patches:
+    model = cut(decoder, variant.layers)
+    if not variant.modules:
         return model
-    kept = kept_layers(num_layers, variant.removed)
     places = []
-    for index, patch in sorted(variant.patches.items()):
-        new_index = sum(layer < index for layer in kept)
-        parent = path.rpartition(".")[0]
-        if new_index == len(kept) and norm_name is None:
+    for index, patch in sorted(variant.modules.items()):
+        if index == variant.layers.depth and norm_name is None:
             raise UserError(f"{type(model).__name__}: has no final norm, so a patch behind its last layer has no place")
-        module = f"{path}.{new_index}" if new_index < len(kept) else f"{parent}.{norm_name}".lstrip(".")
+        module = (f"{path}.{variant.layers.position(index)}" if index < variant.layers.depth else
+                  f"{path.rpartition('.')[0]}.{norm_name}".lstrip("."))
         places.append((module, patch))
     patches = {f"linear_patches.{i}.weight": patch.weight.detach() for i, (_, patch) in enumerate(places)}
     return own_model(model, patches, linear_patches=[{"module": module, "shape": list(patch.weight.shape)}
@@ -143,22 +137,25 @@ def _share_buffers(model, patched):
             module._buffers[key] = buffer
 
 
-def save_folder(decoder, tokenizer, variant, folder, about):
+def origin(folder):
+    """The content of linearpatch.json in a folder that this project wrote; {} elsewhere. UserError when damaged."""
+    path = Path(folder) / "linearpatch.json"
+    return read_json(path, "folder", "save the model anew") if path.is_file() else {}
+
+
+def save_folder(decoder, tokenizer, variant, folder, more):
     """Write `variant` as a complete model folder, atomically; the decoder's model is cut in place.
 
-    config, safetensors, tokenizer, generation config, and linearpatch.json with `about`, the layer lists and where
-    patches sit. With patches or narrow layers also modeling_linearpatch.py: the folder then loads with
+    config, safetensors, tokenizer, generation config, and linearpatch.json with the layer lists, the variant's `about`,
+    where patches sit, and `more`. With patches or narrow layers also modeling_linearpatch.py: the folder then loads with
     trust_remote_code=True only. What lies at `folder` is replaced: cli.check_outputs says what may be. Raises
     UserError on what cannot be saved.
     """
     folder = Path(folder)
-    if not all(isinstance(patch, modeling_linearpatch.LinearPatch) for patch in variant.patches.values()):
-        raise UserError("--save-model: replacement networks stay in their patch file; evaluate with it")
-    if variant.patches and not importable(base_class(decoder.model)):
+    if variant.modules and not importable(base_class(decoder.model)):
         raise UserError(f"{type(decoder.model).__name__}: comes with remote code, so a patched folder cannot name its "
                         "class; keep the patch file and evaluate with it")
-    num_layers = decoder.num_layers
-    kept = kept_layers(num_layers, variant.removed)
+    layers, places = variant.layers, sorted(variant.modules)
     model = patched_model(decoder, variant)
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".tmp"))
@@ -167,14 +164,13 @@ def save_folder(decoder, tokenizer, variant, folder, about):
         tokenizer.save_pretrained(temporary)
         if hasattr(model.config, "linear_patch_base"):
             (temporary / "modeling_linearpatch.py").write_text(_remote_code(model.config.linear_patch_base))
-        positions = [sum(layer < index for layer in kept) - 1 for index in sorted(variant.patches)]
-        (temporary / "linearpatch.json").write_text(json.dumps({
-            "format": "linearpatch/folder@1", **layer_lists(num_layers, variant.removed),
-            "removed_layers": sorted(variant.removed),
+        positions = [layers.position(index) - 1 for index in places]
+        write_json(temporary / "linearpatch.json", "folder", {
+            **layers.json(), "about": variant.about, "removed_layers": list(layers.removed),
             "patch_position": positions[0] if len(positions) == 1 else positions or None,
             "patch_position_meaning": "acts on the output of this kept layer, numbered in the saved model; "
                                       "-1: embedding",
-            **about}, indent=1) + "\n")
+            **more})
         os.chmod(temporary, 0o755)
         old = Path(f"{temporary}.old")
         if folder.exists():

@@ -25,7 +25,7 @@ class LinearPatch(nn.Module):
         with torch.autocast(device_type=hidden_states.device.type, enabled=False):
             states = hidden_states.float()
             weight = self.weight.to(device=states.device, dtype=torch.float32)
-            patched = states * weight if weight.ndim == 1 else states @ weight
+            patched = states * weight if weight.ndim == 1 else states @ weight  # eq. (7)
         return patched.to(hidden_states.dtype)
 
 

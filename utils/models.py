@@ -54,7 +54,7 @@ class ModelSource:
         return bool(self.config.get("linear_patches"))
 
     @property
-    def patched_behind(self):
+    def patched_after(self):
         """Layers (-1: the embedding) behind which a saved folder carries patches of its own."""
         last = self.shape[0] - 1
         ends = [entry["module"].rpartition(".")[2] for entry in self.config.get("linear_patches", ())]

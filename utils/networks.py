@@ -1,16 +1,80 @@
-"""LLM-Streamline's replacement networks, the trained baselines of tables 2 to 4: one small net instead of a run.
+"""Trainable modules that stand where a run was: a patch P, and LLM-Streamline's networks of tables 2 to 4.
 
-The net's output replaces the residual stream behind the run, X^(end) ~ g(X^(start)), at the place of a patch.
+A network's output replaces the residual stream behind the run, X^(end) ~ g(X^(start)), at the place of a patch. All
+have `export`, {name: float32 tensor} for the patch file.
 """
 
 import copy
+import re
 
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
 from utils.errors import UserError
+from utils.hadamard import rotation
 from utils.modeling_linearpatch import align_tensors
+
+PARAMETRISATIONS = ("full", "symmetric", "diagonal-hadamard", "diagonal", "low-rank:R")
+
+
+class TrainablePatch(nn.Module):
+    """One patch with trainable float32 parameters, started from a matrix or a diagonal.
+
+    parametrisation: full (P), symmetric (P = (A + A^T) / 2), diagonal-hadamard (P = H diag(d) H^T, d trained),
+    diagonal (P = diag(d)), low-rank:R (P = P_0 + U V, U starting at zero). `matrix` gives P as it is now.
+    """
+
+    def __init__(self, weight, parametrisation, order="released", seed=0):
+        super().__init__()
+        size = len(weight)
+        self.kind, rank = parametrisation, 0
+        if found := re.fullmatch("(low-rank):([1-9][0-9]{0,5})", parametrisation):
+            self.kind, rank = found[1], int(found[2])
+        full = torch.diag(weight) if weight.ndim == 1 else weight
+        self.rotation = rotation(size, order=order) if self.kind == "diagonal-hadamard" else None
+        if self.kind in ("full", "symmetric"):
+            self.weight = nn.Parameter(full.float().clone())
+        elif self.kind == "diagonal-hadamard":
+            dense = self.rotation.matrix()
+            self.weight = nn.Parameter((dense.T @ full.double() @ dense).diagonal().float().clone())
+        elif self.kind == "diagonal":
+            self.weight = nn.Parameter(full.diagonal().float().clone())
+        elif self.kind == "low-rank" and 0 < rank <= size:
+            generator = torch.Generator().manual_seed(seed)
+            self.register_buffer("start", full.float().clone())
+            self.left = nn.Parameter(torch.zeros(size, rank))
+            self.right = nn.Parameter(torch.randn(rank, size, generator=generator) / size**0.5)
+        else:
+            raise UserError(f"--trainable {parametrisation}: expected one of {', '.join(PARAMETRISATIONS)}")
+
+    def forward(self, hidden):
+        x = hidden.float()
+        if self.kind == "diagonal":
+            patched = x * self.weight
+        elif self.kind == "diagonal-hadamard":
+            patched = self.rotation.apply_transposed(self.rotation.apply(x) * self.weight)
+        elif self.kind == "low-rank":
+            patched = x @ self.start + (x @ self.left) @ self.right
+        else:
+            patched = x @ ((self.weight + self.weight.T) / 2 if self.kind == "symmetric" else self.weight)
+        return patched.to(hidden.dtype)
+
+    def export(self):
+        """{name: float32 tensor} for the patch file."""
+        matrix = self.matrix().cpu()
+        return {"d" if matrix.ndim == 1 else "weight": matrix}
+
+    @torch.no_grad()
+    def matrix(self):
+        """P as LinearPatch holds it: float32 [C, C], or [C] for a diagonal one."""
+        if self.kind == "diagonal":
+            return self.weight.clone()
+        if self.kind == "diagonal-hadamard":
+            return self.rotation.conjugate(self.weight)
+        if self.kind == "low-rank":
+            return self.start + self.left @ self.right
+        return ((self.weight + self.weight.T) / 2 if self.kind == "symmetric" else self.weight).clone()
 
 
 class SwiGLU(nn.Module):
@@ -45,6 +109,8 @@ class SwiGLU(nn.Module):
 
 class ReplacementLayer(nn.Module):
     """A decoder layer of its own, a copy of layer `index` of the intact model, called as that one is."""
+
+    reads_batch = True
 
     def __init__(self, layer, index):
         super().__init__()

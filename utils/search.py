@@ -1,91 +1,117 @@
-"""Selection by the loss of the model without a layer: PPL of Shortened LLaMA in one shot, SLEB greedily.
+"""Searches for the layers to remove: every candidate is the model that would result, repaired, under an objective.
 
-Candidates share the layers before the removed one. The greedy search gives up a candidate once a lower bound of its
+Candidates share the layers that they have in common. The greedy search gives up a candidate once a lower bound of its
 loss exceeds the best complete loss, so that it removes the layers that a search with every loss would remove.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
-from torch import nn
 from tqdm import tqdm
 
-from utils.errors import WorkError
-from utils.decoder import NLL_CHUNK
-from utils.selection import Selection
+from utils.decoder import Variant, run_variants
+from utils.errors import UserError
+from utils.layers import Layers
 
-SHORTLIST = 8  # the bound reads one in so many words of the vocabulary
-ROUNDING = 64  # units in the last place of the largest logit: more than two products of the same rows ever differ by
 EQUAL = 1 - 1e-12  # sums of the same numbers in another order
 
 
-def without_each(decoder, batch, alive, candidates):
-    """Yield (layer, X^(L) of the `alive` layers without it) for the layers in the set `candidates`, in order.
+@dataclass(frozen=True)
+class Selection:
+    """layers: Layers; order: the removed ones in order of removal; scores: one dict a candidate."""
 
-    The layers before each run once. The set may shrink meanwhile.
-    """
-    hidden = batch.hidden
-    for position, layer in enumerate(alive):
-        if layer in candidates:
-            yield layer, run(decoder, batch, alive[position + 1:], hidden)
-        if candidates.isdisjoint(alive[position + 1:]):
-            return
-        hidden = decoder.layer(batch, layer, hidden)
+    layers: Layers
+    order: tuple
+    scores: tuple
 
-
-def run(decoder, batch, layers, hidden):
-    """The states [B, T, C] behind `layers`."""
-    for layer in layers:
-        hidden = decoder.layer(batch, layer, hidden)
-    return hidden
+    @classmethod
+    def stored(cls, content, depth, path):
+        """The Selection of a selection artifact. Raises UserError when its order does not fit its layers."""
+        layers = Layers.of(content, depth, path)
+        if sorted(content["order"]) != list(layers.removed):
+            raise UserError(f"{path}: its removed layers were edited and do not follow from its recipe; "
+                            "use --layers for a list of your own, or --force")
+        return cls(layers, tuple(content["order"]), tuple(content["scores"]))
 
 
-def batch_loss(decoder, hidden, ids, look=None):
-    """Summed negative log-likelihood of the next tokens of ids int64 [B, T] given X^(L) [B, T, C]; nats, float64."""
-    loss = decoder.token_nll(hidden, ids[:, 1:], look).double().sum().item()
-    if not math.isfinite(loss):
-        raise WorkError(f"{decoder.label}: non-finite loss of a pruned model; use --dtype float32 or bfloat16")
-    return loss
+def unrepaired(layers):
+    """The repair that does nothing: {end of run: module} of the empty kind."""
+    return {}
+
+
+def without(depth, removed, repair=unrepaired):
+    """The Variant that lacks these layers, repaired by repair(Layers) -> {end of run: module}."""
+    layers = Layers(depth, tuple(removed))
+    return Variant("candidate", layers, repair(layers))
 
 
 @torch.no_grad()
-def removal_losses(decoder, input_ids, candidates, batch_size=1, progress=True):
-    """Mean loss, nats a token, of the model without each one of `candidates`, in their order, over int64 [N, T]."""
-    totals = dict.fromkeys(candidates, 0.0)
-    parts = input_ids.split(batch_size)
-    with tqdm(total=len(parts) * len(totals), desc="single removals", unit="run", disable=not progress) as bar:
-        for ids in parts:
-            batch = decoder.inputs(ids)
-            for layer, hidden in without_each(decoder, batch, range(decoder.num_layers), set(candidates)):
-                totals[layer] += batch_loss(decoder, hidden, ids)
+def removal_losses(decoder, objective, candidates, repair=unrepaired, progress=True):
+    """Mean loss, nats a token, of the model without each one of `candidates` (layers), in their order."""
+    variants, totals = [without(decoder.num_layers, [layer], repair) for layer in candidates], [0.0] * len(candidates)
+    work = len(objective.batches) * len(variants)
+    with tqdm(total=work, desc="single removals", unit="run", disable=not progress) as bar:
+        for number in range(len(objective.batches)):
+
+            def leaf(index, hidden):
+                totals[index] += objective.loss(number, hidden)
                 bar.update(1)
-    return [total / input_ids[:, 1:].numel() for total in totals.values()]
+
+            run_variants(decoder, objective.inputs(number), variants, leaf)
+    return [total / objective.tokens for total in totals]
 
 
 @torch.no_grad()
-def greedy(decoder, input_ids, n_prune, first=1, last=1, batch_size=1, rounds=(), after_round=None, progress=True):
-    """SLEB: Selection by removing, `n_prune` times, the layer whose absence costs least on input_ids, int64 [N, T].
+def greedy(decoder, objective, n_prune, first=0, last=0, repair=unrepaired, rounds=(), after_round=None,
+           progress=True):
+    """Selection by removing, `n_prune` times, the layer whose absence costs least: SLEB with first = last = 1.
 
-    Of the layers that are left the `first` and `last` ones stay. rounds: what an interrupted search had finished;
-    after_round(rounds) is called behind each. Scores are mean losses, nats a token; those of candidates that were given
-    up are lower bounds, complete=False. Ties go to the lower index.
+    Of the layers that are left the `first` and `last` ones stay. Each candidate is judged as `repair` repairs it.
+    rounds: what an interrupted search had finished; after_round(rounds) is called after each. Scores are mean losses,
+    nats a token; those of candidates that were given up are lower bounds, complete=False. Ties go to the lower index.
     """
-    rounds = list(rounds)[:n_prune]
-    parts = input_ids.split(batch_size)
-    work = [len(parts) * (decoder.num_layers - first - last - number) for number in range(n_prune)]
-    with tqdm(total=sum(work), initial=sum(work[:len(rounds)]), desc="sleb", unit="run", disable=not progress) as bar:
+    rounds, depth, batches = list(rounds)[:n_prune], decoder.num_layers, len(objective.batches)
+    work = [batches * (depth - first - last - number) for number in range(n_prune)]
+    with tqdm(total=sum(work), initial=sum(work[:len(rounds)]), desc="greedy", unit="run", disable=not progress) as bar:
         while len(rounds) < n_prune:
             removed = [done["layer"] for done in rounds]
-            alive = [layer for layer in range(decoder.num_layers) if layer not in removed]
-            candidates = alive[first:len(alive) - last]
-            race = _Race(decoder, parts, alive, candidates, _promising(candidates, rounds), bar)
+            variants = {layer: without(depth, [*removed, layer], repair) for layer in _open(depth, removed, first, last)}
+            race = _Race(decoder, objective, variants, _promising(list(variants), rounds), bar)
             layer = race.winner()
             bar.update(sum(work[:len(rounds) + 1]) - bar.n)  # what was given up
-            rounds.append({"layer": layer, "scores": race.scores(len(rounds) + 1, input_ids[:, 1:].numel())})
+            rounds.append({"layer": layer, "scores": race.scores(len(rounds) + 1)})
             if after_round is not None:
                 after_round(rounds)
     order = tuple(done["layer"] for done in rounds)
-    return Selection(tuple(sorted(order)), order, tuple(row for done in rounds for row in done["scores"]))
+    return Selection(Layers(depth, order), order, tuple(row for done in rounds for row in done["scores"]))
+
+
+def _open(depth, removed, first, last):
+    """The layers that a round may remove."""
+    alive = Layers(depth, tuple(removed)).kept
+    return alive[first:len(alive) - last]
+
+
+def rounds_of(selection):
+    """The rounds of a greedy search from its Selection."""
+    return [{"layer": layer, "scores": [row for row in selection.scores if row.get("round") == number]}
+            for number, layer in enumerate(selection.order, 1)]
+
+
+def checked_rounds(rounds, depth, first, last, path):
+    """Finished rounds of a greedy search, if each removed its best candidate. Raises UserError when they are damaged."""
+    removed = []
+    try:
+        for done in rounds:
+            losses = {row["layer"]: row["score"] for row in done["scores"] if row["complete"]}
+            fits = sorted(row["layer"] for row in done["scores"]) == _open(depth, removed, first, last)
+            if not fits or done["layer"] != min(losses, key=lambda layer: (losses[layer], layer)):
+                raise ValueError
+            removed.append(done["layer"])
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"{path}: its rounds are damaged; delete it, or --force starts anew") from None
+    return rounds
 
 
 def _promising(candidates, rounds):
@@ -106,69 +132,66 @@ class _Race:
     more than the best complete loss. Which losses are computed changes the time, never the winner.
     """
 
-    def __init__(self, decoder, parts, alive, candidates, lead, bar):
-        self.decoder, self.parts, self.alive, self.lead, self.bar = decoder, parts, alive, lead, bar
-        self.exact = {layer: {} for layer in candidates}  # batch -> its loss
-        self.floor = {layer: {} for layer in candidates}  # batch -> lower bound of its loss; unseen batches: 0
-        self.sums = dict.fromkeys(candidates, 0.0)  # of `floor`
-        self.open = set(candidates) - {lead}
+    def __init__(self, decoder, objective, variants, lead, bar):
+        self.decoder, self.objective, self.variants, self.lead, self.bar = decoder, objective, variants, lead, bar
+        self.exact = {layer: {} for layer in variants}  # batch -> its loss
+        self.floor = {layer: {} for layer in variants}  # batch -> lower bound of its loss; unseen batches: 0
+        self.sums = dict.fromkeys(variants, 0.0)  # of `floor`
+        self.open = set(variants) - {lead}
         self.best = math.inf
 
     def winner(self):
         """The layer to remove."""
-        shortlists = [self._run_lead(number) for number in range(len(self.parts))]
-        hard_first = sorted(range(len(self.parts)), key=lambda number: -self.exact[self.lead][number])
+        batches = range(len(self.objective.batches))
+        for number in batches:
+            self._run_alone(self.lead, number, learn=True)
+            self.bar.update(1)
+        hard_first = sorted(batches, key=lambda number: -self.exact[self.lead][number])
         pace = {self.lead: 0.0}  # loss so far of those that have every loss so far
         for number in hard_first:
-            pace = self._run_open(number, shortlists[number], pace)
+            pace = self._run_open(number, pace)
         for layer in sorted(self.open, key=lambda layer: (self.sums[layer], layer)):
             for number in hard_first:
                 if layer in self.open and number not in self.exact[layer]:
-                    ids = self.parts[number]
-                    batch = self.decoder.inputs(ids)
-                    rest = [other for other in self.alive if other != layer]
-                    hidden = run(self.decoder, batch, rest, batch.hidden)
-                    self._see(layer, number, batch_loss(self.decoder, hidden, ids))
+                    self._run_alone(layer, number)
         complete = [layer for layer in self.exact if self._is_complete(layer)]
         return min(complete, key=lambda layer: (self._total(layer), layer))
 
-    def scores(self, number, tokens):
+    def scores(self, number):
         """One row a candidate; batches: how many of them its loss or bound was computed on."""
         rows = []
         for layer in self.exact:
             complete = self._is_complete(layer)
             total = self._total(layer) if complete else self.sums[layer]
-            rows.append({"round": number, "layer": layer, "score": total / tokens, "complete": complete,
+            rows.append({"round": number, "layer": layer, "score": total / self.objective.tokens, "complete": complete,
                          "batches": len(self.floor[layer])})
         return rows
 
-    def _run_lead(self, number):
-        """The loss of the lead on a batch, and the batch's Shortlist (None where there can be none)."""
-        ids = self.parts[number]
-        batch = self.decoder.inputs(ids)
-        rest = [layer for layer in self.alive if layer != self.lead]
-        hidden = run(self.decoder, batch, rest, batch.hidden)
-        shortlist = Shortlist(self.decoder, ids) if Shortlist.possible(self.decoder) else None
-        self._see(self.lead, number, batch_loss(self.decoder, hidden, ids, shortlist and shortlist.look))
-        self.bar.update(1)
-        return shortlist and shortlist.close()
+    def _run_alone(self, layer, number, learn=False):
+        """The loss of one candidate on a batch."""
+        run_variants(self.decoder, self.objective.inputs(number), [self.variants[layer]],
+                     lambda _, hidden: self._see(layer, number, self.objective.loss(number, hidden, learn)))
 
-    def _run_open(self, number, shortlist, pace):
+    def _run_open(self, number, pace):
         """A batch for the open candidates. Returns the new pace."""
-        ids = self.parts[number]
-        batch = self.decoder.inputs(ids)
-        rows = shortlist and shortlist.rows(self.decoder)
+        bound = self.objective.lower_bound(number)
         best_pace = pace[self.lead] + self.exact[self.lead][number]
-        kept = {self.lead: best_pace}
-        for layer, hidden in without_each(self.decoder, batch, self.alive, self.open):
-            if shortlist:
-                self._see(layer, number, shortlist.bound(self.decoder, hidden, rows), exact=False)
-            if layer in self.open and (not shortlist or self.sums[layer] * EQUAL <= best_pace):
-                self._see(layer, number, batch_loss(self.decoder, hidden, ids))
+        kept, layers = {self.lead: best_pace}, [layer for layer in self.variants if layer in self.open]
+
+        def leaf(index, hidden):
+            nonlocal best_pace
+            layer = layers[index]
+            if bound:
+                self._see(layer, number, bound(hidden), exact=False)
+            if layer in self.open and (not bound or self.sums[layer] * EQUAL <= best_pace):
+                self._see(layer, number, self.objective.loss(number, hidden))
                 if layer in pace:
                     kept[layer] = pace[layer] + self.exact[layer][number]
                     best_pace = min(best_pace, kept[layer])
             self.bar.update(1)
+
+        run_variants(self.decoder, self.objective.inputs(number), [self.variants[layer] for layer in layers], leaf,
+                     wanted=lambda index: layers[index] in self.open)
         return kept
 
     def _see(self, layer, number, loss, exact=True):
@@ -183,54 +206,8 @@ class _Race:
         self.open -= {other for other in self.open if self.sums[other] * EQUAL > self.best}
 
     def _is_complete(self, layer):
-        return len(self.exact[layer]) == len(self.parts)
+        return len(self.exact[layer]) == len(self.objective.batches)
 
     def _total(self, layer):
         """In the order of the batches, as a plain loop adds them."""
-        return sum(self.exact[layer][number] for number in range(len(self.parts)))
-
-
-class Shortlist:
-    """A part of the vocabulary that bounds the loss of a batch from below.
-
-    A logarithm of a sum of exponentials over some words is at most that over all of them. The words are the batch's
-    own targets and those that a similar model finds likeliest over the batch, so that little is missing.
-    """
-
-    def __init__(self, decoder, ids):
-        self.targets = ids[:, 1:].reshape(-1)
-        self.mass = torch.zeros(decoder.vocab_size, device=decoder.head.weight.device)
-
-    @staticmethod
-    def possible(decoder):
-        """The head must be one matrix in memory, and its products precise enough for a bound."""
-        head = decoder.head
-        return type(head) is nn.Linear and head.weight.dtype == torch.float32 and not hasattr(head, "_hf_hook")
-
-    def look(self, logits):
-        """Add the probabilities of a chunk of tokens, logits float32 [chunk, V]."""
-        self.mass += logits.softmax(1).sum(0)
-
-    def close(self):
-        """Choose the words."""
-        likely = self.mass.topk(max(len(self.mass) // SHORTLIST, 1)).indices
-        self.words = torch.cat([likely, self.targets.to(likely.device)]).unique()  # sorted
-        self.places = torch.searchsorted(self.words, self.targets.to(likely.device))
-        del self.mass, self.targets
-        return self
-
-    def rows(self, decoder):
-        """The head restricted to the words: (weight [K, C], bias [K] or None)."""
-        head = decoder.head
-        return head.weight[self.words], None if head.bias is None else head.bias[self.words]
-
-    def bound(self, decoder, hidden, rows):
-        """At most the loss of the batch, nats, from X^(L) [B, T, C]."""
-        states = decoder.final_states(hidden[:, :-1]).reshape(-1, hidden.shape[-1])
-        total = 0.0
-        for part, places in zip(states.split(NLL_CHUNK), self.places.split(NLL_CHUNK)):
-            logits = decoder.scale_logits(nn.functional.linear(part, *rows))
-            slack = ROUNDING * torch.finfo(logits.dtype).eps * logits.abs().amax(1)
-            losses = logits.logsumexp(1) - logits.gather(1, places[:, None])[:, 0] - slack
-            total += losses.clamp(min=0).double().sum().item()
-        return total
+        return sum(self.exact[layer][number] for number in range(len(self.objective.batches)))

@@ -13,21 +13,22 @@ from utils.activations import Stats, collect
 from utils.artifacts import Stopwatch, read_header, read_json, recipe_difference, reusable
 from utils.cli import seed_everything
 from utils.data.windows import calibration_windows
+from utils.decoder import Variant, find_layers
 from utils.errors import UserError
 from utils.hadamard import rotation
-from utils.decoder import find_layers
+from utils.layers import Layers
+from utils.model_folder import origin
 from utils.models import (EMBEDDED, find_model, load_decoder, load_tokenizer, loading, own_class,
                           pick_device, pick_dtype)
-from utils.patch import checked_layers, read_patch
-from utils.variants import Variant
+from utils.repairs import read_patch
 
 
 class Session:
     """The model named by a script's flags (utils/cli.py) and what is derived from it. Seeds on creation."""
 
     def __init__(self, args):
-        self.args = args
-        self.watch = Stopwatch()
+        self.args, self.watch = args, Stopwatch()
+        self._windows, self._stats = {}, {}
         seed_everything(getattr(args, "seed", 0))
         self.source = find_model(args.model, args.trust_remote_code)
         self.device = pick_device(args.device)
@@ -60,9 +61,11 @@ class Session:
                 [sum(p.numel() for p in layer.parameters()) for layer in layers])
 
     @property
-    def embedded_text(self):
-        """Whether default corpora are the embedded ones: for the embedded model, unless local data sets are given."""
-        return self.args.model == EMBEDDED and not self.args.data_dir
+    def corpora(self):
+        """Names of the default corpora, the first one for calibration: embedded ones for the embedded model, unless
+        local data sets are given."""
+        embedded = self.args.model == EMBEDDED and not self.args.data_dir
+        return ("wiki", "news") if embedded else ("wikitext2", "c4", "ptb")
 
     @property
     def dtype_name(self):
@@ -76,31 +79,37 @@ class Session:
 
     def calibration(self, part="train", samples=None):
         """Windows of the calibration flags; part 'validation' takes them from the last 10 % of the split."""
-        args = self.args
-        self.check_seq_len(args.seq_len)
-        corpus = args.calib_data or ("wiki" if self.embedded_text else "wikitext2")
-        return calibration_windows(corpus, self.tokenizer, samples or args.calib_samples, args.seq_len, seed=args.seed,
-                                   sampling=args.calib_sampling, data_dir=args.data_dir, part=part)
+        args, samples = self.args, samples or self.args.calib_samples
+        if (part, samples) not in self._windows:
+            self.check_seq_len(args.seq_len)
+            self._windows[part, samples] = calibration_windows(
+                args.calib_data or self.corpora[0], self.tokenizer, samples, args.seq_len, seed=args.seed, sampling=args.calib_sampling,
+                data_dir=args.data_dir, part=part)
+        return self._windows[part, samples]
 
     def stats(self, path, order="released"):
         """(Stats, their recipe, calibration info): read from `path` when its recipe is the same, else collected.
 
         order: of the Kronecker factors of the rotation that l1_rotated is measured in.
         """
-        windows = self.calibration()
-        turn = rotation(self.source.shape[1], order=order)
-        recipe = {"model": self.source.identity(), "token_ids_sha256": windows.info["token_ids_sha256"],
-                  "samples": len(windows.ids), "seq_len": windows.ids.shape[1], "dtype": self.dtype_name,
-                  "rotation": turn.info()}
+        if (path, order) not in self._stats:
+            windows, rotated = self.calibration(), rotation(self.source.shape[1], order=order)
+            recipe = {"model": self.source.identity(), "token_ids_sha256": windows.info["token_ids_sha256"],
+                      "samples": len(windows.ids), "seq_len": windows.ids.shape[1], "dtype": self.dtype_name,
+                      "rotation": rotated.info()}
+            self._stats[path, order] = self._had_or_collected(path, windows, rotated, recipe), recipe, windows.info
+        return self._stats[path, order]
+
+    def _had_or_collected(self, path, windows, rotated, recipe):
         if self._holds_more(path, recipe):
             print(f"{path}: its first {len(windows.ids)} windows are these (--force recomputes)")
-            return Stats.load(path)[0].first(len(windows.ids)), recipe, windows.info
+            return Stats.load(path)[0].first(len(windows.ids))
         if reusable(path, "stats", recipe, self.args.force):
-            return Stats.load(path)[0], recipe, windows.info
-        stats = collect(self.decoder, windows.ids, turn, self.args.batch_size)
+            return Stats.load(path)[0]
+        stats = collect(self.decoder, windows.ids, rotated, self.args.batch_size)
         stats.save(path, {"recipe": recipe, "model": recipe["model"], "calibration": windows.info,
                           "provenance": self.watch.provenance(self.decoder, lap=True)})
-        return stats, recipe, windows.info
+        return stats
 
     def _holds_more(self, path, recipe):
         """Whether `path` has statistics of more windows, the first of which are those of `recipe`."""
@@ -113,20 +122,22 @@ class Session:
             return False
         return self.calibration(samples=found["samples"]).info["token_ids_sha256"] == found["token_ids_sha256"]
 
-    def read_selection(self, path):
-        """A selection artifact made for this model. Raises UserError, also when it changed the kept weights."""
-        selection = read_json(path, "selection")
-        if "widths" in selection or selection.get("rdsc", "remove") != "remove":
-            raise UserError(f"{path}: {selection.get('metric')} changed the weights that stay, which a selection "
+    def read_selection(self, path, name=None):
+        """The pruned Variant of a selection made for this model. UserError, also when it changed the kept weights."""
+        content = read_json(path, "selection")
+        if "widths" in content or content.get("rdsc", "remove") != "remove":
+            raise UserError(f"{path}: {content['about']['metric']} changed the weights that stay, which a selection "
                             "cannot hold;\npass the folder of prune.py --save-model as --model instead")
-        self.source.check_artifact(selection.get("model", {}), path)
-        checked_layers(selection, self.source.shape[0], path)
-        return selection
+        self.source.check_artifact(content["model"], path)
+        return Variant(name or str(path), Layers.of(content, self.source.shape[0], path), about=content["about"])
 
     def read_patch(self, path, name=None):
-        """The Variant of a patch file made for this model. Raises UserError."""
+        """(Variant, header) of a patch file made for this model. Raises UserError."""
         return read_patch(path, self.source, name, lambda: self.decoder)
 
+    def dense(self, name="dense"):
+        """The model itself as a Variant; a folder that this project wrote says itself what it is."""
+        return Variant(name, Layers(self.source.shape[0]), about=origin(self.source.folder).get("about"))
 
     def variants(self):
         """Variants of --selection and --patch behind the model itself, each printed with its depth and checksum.
@@ -135,22 +146,15 @@ class Session:
         double name.
         """
         args, found = self.args, {}
-        given = [("selection", text) for text in args.selection] + [("patch", text) for text in args.patch]
-        if not args.no_dense:
-            given.insert(0, ("patch", "dense"))
-        for kind, text in given:
+        given = [(text, self.read_selection) for text in args.selection]
+        given += [(text, lambda *file: self.read_patch(*file)[0]) for text in args.patch]
+        for text, read in given if args.no_dense else [("dense", None), *given]:
             name, path = ("dense", text) if text == "dense" else named_file(text)
             if name == "dense" and text != "dense":
                 raise UserError(f"{text}: dense is the name of the model itself; choose another")
-            if path == "dense":
-                variant = Variant(name)
-            elif kind == "patch":
-                variant = self.read_patch(path, name)
-            else:
-                variant = Variant(name, tuple(self.read_selection(path)["removed"]), {}, {"scaling": "vanilla"})
             if name in found and text != "dense":
                 raise UserError(f"two variants are called {name}; name them with NAME=FILE")
-            found[name] = variant
+            found[name] = self.dense(name) if path == "dense" else read(path, name)
         if not found:
             raise UserError("nothing to evaluate: give --patch or --selection, or drop --no-dense")
         for name, variant in found.items():

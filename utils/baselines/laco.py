@@ -13,12 +13,12 @@ from torch.func import functional_call
 from tqdm import tqdm
 
 from utils.activations import layer_states
+from utils.baselines.base import Baseline
+from utils.decoder import Variant, first_tensor
 from utils.errors import UserError, WorkError
-from utils.decoder import first_tensor
-from utils.patch import layer_lists
-from utils.selection import Selection, check_n_prune, n_for_ratio, parameter_accounting
+from utils.layers import Layers, check_count, parameter_accounting
 from utils.model_folder import save_folder
-from utils.variants import Variant
+from utils.search import Selection
 
 RDSC = ("paper", "official", "remove")
 FLAGS = ("rdsc", "laco_merge", "laco_range", "laco_interval", "laco_threshold")
@@ -48,7 +48,7 @@ class Schedule:
 
     def check(self, n_prune, num_layers):
         """Raise UserError when the schedule leaves the model or cannot remove n_prune layers."""
-        check_n_prune(n_prune, num_layers)
+        check_count(n_prune, num_layers)
         if not 0 <= self.low <= self.high < num_layers:
             raise UserError(f"--laco-range {self.low}-{self.high}: the model has layers 0 to {num_layers - 1}")
         if self.merge > self.high - self.low + 1:
@@ -111,7 +111,7 @@ class Similarity:
             raise UserError(f"--metric laco: layers {low} to {high} of {decoder.label} differ in the shapes of their "
                             "weights, so they cannot be merged")
         self.batches = layer_states(decoder, ids, batch_size, (*range(low, high + 1), decoder.num_layers))
-        self.goals = [self._flat(states.pop(decoder.num_layers)) for _, states in self.batches]
+        self.targets = [self._flat(states.pop(decoder.num_layers)) for _, states in self.batches]
         self.known = {}
 
     def _flat(self, hidden):
@@ -130,12 +130,12 @@ class Similarity:
             changed = {**changed, host: self.weights(changed, host, merged)}
             kept = [index for index in range(host, self.decoder.num_layers) if index not in (*gone, *merged)]
             cosines = []
-            for (batch, states), goal in zip(self.batches, self.goals):
+            for (batch, states), target in zip(self.batches, self.targets):
                 hidden = states[host]
                 for index in kept:
                     hidden = first_tensor(functional_call(self.decoder.layers[index], changed.get(index, {}), (hidden,),
                                                           batch.kwargs[index]))
-                cosines.append(torch.nn.functional.cosine_similarity(self._flat(hidden), goal, dim=1))
+                cosines.append(torch.nn.functional.cosine_similarity(self._flat(hidden), target, dim=1))
             self.known[key] = torch.cat(cosines).double().mean().item()
             if not math.isfinite(self.known[key]):
                 raise WorkError(f"{self.decoder.label}: non-finite hidden states after merging layers {list(merged)} "
@@ -179,7 +179,7 @@ def laco(decoder, ids, n_prune, rdsc="paper", schedule=None, batch_size=1, progr
     schedule = schedule or Schedule.of(decoder.num_layers)
     schedule.check(n_prune, decoder.num_layers)
     if n_prune == 0:
-        return Selection((), (), ()), [], schedule.threshold
+        return Selection(Layers(decoder.num_layers), (), ()), [], schedule.threshold
     similarity = Similarity(decoder, ids, schedule.low, schedule.high, rdsc, batch_size)
     threshold = math.inf if schedule.threshold is None else schedule.threshold
     with tqdm(desc="laco", unit="sweep", disable=not progress) as bar:
@@ -190,7 +190,8 @@ def laco(decoder, ids, n_prune, rdsc="paper", schedule=None, batch_size=1, progr
             order = tuple(layer for merge in merges for layer in merge["merged"])
             rejected = [a["score"] for a in attempts if not a["accepted"]]
             if len(order) == n_prune:
-                return Selection(tuple(sorted(order)), order, tuple(attempts)), merges, threshold
+                layers = Layers(decoder.num_layers, order)
+                return Selection(layers, order, tuple(attempts)), merges, threshold
             if schedule.threshold is not None:
                 raise UserError(f"--laco-threshold {threshold}: {len(order)} of {n_prune} layers could be merged; "
                                 "lower it, or leave it out to have it searched")
@@ -235,32 +236,44 @@ def schedule_of(args, num_layers):
     return Schedule.of(num_layers, args.laco_merge, low, high, args.laco_interval, threshold)
 
 
-class Laco:
-    """--metric laco as prune.py runs it: recipe, selection, folder."""
+class Laco(Baseline):
+    """--metric laco."""
+
+    help = "LaCo merges layers (--rdsc paper, official, remove); a model folder"
 
     def __init__(self, args, session):
-        self.args, self.session, self.rdsc = args, session, args.rdsc or "paper"
+        self.rdsc = args.rdsc or "paper"
+        self.stage = "pruned" if self.rdsc == "remove" else "merged"
         if self.rdsc != "remove" and not args.save_model:
             raise UserError("--metric laco: merging changes weights, which a selection cannot hold; add --save-model "
                             "DIR, or --rdsc remove")
-        total, per_layer = session.parameters
-        self.n_prune = args.n_prune if args.ratio is None else n_for_ratio(args.ratio, total, per_layer)
-        self.schedule = schedule_of(args, len(per_layer))
-        self.schedule.check(self.n_prune, len(per_layer))
+        super().__init__(args, session)
+        depth = len(session.parameters[1])
+        self.schedule = schedule_of(args, depth)
+        self.schedule.check(self.n, depth)
         self.windows = session.calibration()
-        self.recipe = {"model": session.source.identity(), "metric": "laco", "n_prune": self.n_prune, "rdsc": self.rdsc,
+        self.recipe = {"model": session.source.identity(), "metric": "laco", "n_prune": self.n, "rdsc": self.rdsc,
                        "schedule": vars(self.schedule), "dtype": session.dtype_name,
                        "token_ids_sha256": self.windows.info["token_ids_sha256"]}
 
+    @classmethod
+    def check_flags(cls, p, args):
+        flag = next((f"--{name.replace('_', '-')}" for name in FLAGS if getattr(args, name) is not None), None)
+        if args.metric != "laco":
+            return p.error(f"{flag} belongs to --metric laco") if flag else None
+        if args.layers is not None:
+            p.error("--metric laco takes --n-prune or --ratio, no --layers")
+        if args.protect_first is not None or args.protect_last is not None:
+            p.error("--metric laco takes --laco-range instead of --protect-first and --protect-last")
+
     def select(self):
         """The fields of selection.json."""
-        session = self.session
-        selection, merges, threshold = laco(session.decoder, self.windows.ids, self.n_prune, self.rdsc, self.schedule,
+        total, per_layer = self.session.parameters
+        selection, merges, threshold = laco(self.session.decoder, self.windows.ids, self.n, self.rdsc, self.schedule,
                                             self.args.batch_size)
-        total, per_layer = session.parameters
-        return {"n_prune": self.n_prune, **layer_lists(len(per_layer), selection.removed),
-                "order": list(selection.order), "scores": list(selection.scores), "rdsc": self.rdsc, "merges": merges,
-                "threshold": threshold, "parameters": parameters_without_patch(total, per_layer, selection.removed)}
+        return {**selection.layers.json(), "order": list(selection.order), "scores": list(selection.scores),
+                "rdsc": self.rdsc, "merges": merges, "threshold": threshold,
+                "parameters": parameter_accounting(total, per_layer, selection.layers, hidden_size=0)}  # no patch
 
     def check(self, content, path):
         """Raise UserError when a reused selection is inconsistent in itself."""
@@ -276,16 +289,11 @@ class Laco:
         tried = f"{sum(a['accepted'] for a in content['scores'])} of {len(content['scores'])} merges accepted"
         yield tried + ("" if content["threshold"] is None else f", threshold {content['threshold']:.6f}")
 
-    def save(self, content, about):
+    def save(self, content, more):
         """Write the merged model's folder; changes the decoder's model in memory."""
         decoder = self.session.decoder
         apply_merges(decoder, content["merges"], self.rdsc)
-        save_folder(decoder, self.session.tokenizer, Variant("merged", tuple(content["removed"])), self.args.save_model,
-                    {"stage": "pruned" if self.rdsc == "remove" else "merged", "rdsc": self.rdsc,
-                     "merges": content["merges"], **about})
+        variant = Variant("merged", Layers(decoder.num_layers, tuple(content["removed"])), about=self.about)
+        save_folder(decoder, self.session.tokenizer, variant, self.args.save_model,
+                    {"rdsc": self.rdsc, "merges": content["merges"], **more})
         return f"layers {len(content['kept'])}, patch no"
-
-
-def parameters_without_patch(total, per_layer, removed):
-    """parameter_accounting of a method that adds no patch."""
-    return parameter_accounting(total, per_layer, removed, hidden_size=0)

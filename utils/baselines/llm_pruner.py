@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from utils import gradients
-from utils.decoder import Decoder
+from utils.baselines.base import Baseline
+from utils.decoder import Decoder, Variant
 from utils.errors import UserError, WorkError
-from utils.patch import layer_lists
-from utils.selection import n_for_ratio
+from utils.layers import Layers, check_count
 from utils.model_folder import base_class, importable, own_model, save_folder
-from utils.variants import Variant
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -93,12 +92,12 @@ def importance(decoder, ids, first, last, batch_size=1):
     return [scores[index] for index in range(first, last)]
 
 
-def _group_scores(decoder, index, weights, slopes, count):
+def _group_scores(decoder, index, weights, gradient, count):
     widths = widths_of(decoder.layers[index])
     heads, channels = torch.zeros(widths["kv_heads"]).double(), torch.zeros(widths["channels"]).double()
     for name, weight in weights.items():
         groups = groups_of(name, widths)
-        product = slopes[name].mul_(weight.detach()).div_(count).abs_()
+        product = gradient[name].mul_(weight.detach()).div_(count).abs_()
         score = grouped(name, product, groups).flatten(1).sum(1)
         (heads if name.startswith("self_attn") else channels).add_(score.cpu())
     if not (torch.isfinite(heads).all() and torch.isfinite(channels).all()):
@@ -165,19 +164,19 @@ def narrow(decoder, kept):
 # ----- what prune.py calls
 
 
-class LLMPruner:
-    """--metric llm-pruner as prune.py runs it: recipe, selection, folder."""
+class LLMPruner(Baseline):
+    """--metric llm-pruner."""
+
+    help = "LLM-Pruner makes layers narrower, by default 4 to 29 of 32, in proportion; a model folder"
+    stage = "narrowed"
 
     def __init__(self, args, session):
-        self.args, self.session = args, session
         if not args.save_model:
             raise UserError("--metric llm-pruner: narrower layers cannot be held by a selection; add --save-model DIR")
+        super().__init__(args, session)
         total, per_layer = session.parameters
         depth = len(per_layer)
-        if args.ratio is not None:
-            n_for_ratio(args.ratio, total, per_layer)  # refuses what is no ratio
-        elif not 0 <= args.n_prune < depth:
-            raise UserError(f"--n-prune {args.n_prune}: the model has {depth} layers; give 0 to {depth - 1}")
+        check_count(self.n, depth)
         self.target = args.ratio * total if args.ratio is not None else args.n_prune * sum(per_layer) / depth
         first = _share(4, depth) if args.protect_first is None else args.protect_first
         last = depth - (_share(2, depth) if args.protect_last is None else args.protect_last)
@@ -189,6 +188,11 @@ class LLMPruner:
         self.recipe = {"model": session.source.identity(), "metric": "llm-pruner", "target_parameters": self.target,
                        "layers": [first, last], "dtype": session.dtype_name,
                        "token_ids_sha256": self.windows.info["token_ids_sha256"]}
+
+    @classmethod
+    def check_flags(cls, p, args):
+        if args.metric == "llm-pruner" and args.layers is not None:
+            p.error("--metric llm-pruner takes --n-prune or --ratio, no --layers")
 
     def select(self):
         """The fields of selection.json; keeps what `save` needs."""
@@ -213,7 +217,7 @@ class LLMPruner:
                            "channels_kept": of_channels[stay].sum().item(),
                            "channels_pruned": of_channels[~stay].sum().item()})
         gone = len(self.layers) * (heads * sizes[0] + channels * sizes[1])
-        return {"n_prune": 0, **layer_lists(len(per_layer), ()), "order": [], "scores": scores, "widths": widths,
+        return {**Layers(len(per_layer)).json(), "order": [], "scores": scores, "widths": widths,
                 "pruned_per_layer": {"head_groups": heads, "channels": channels, "layers": [*self.recipe["layers"]]},
                 "parameters": {"before": total, "removed": gone, "patch": 0, "ratio_percent": 100 * gone / total,
                                "ratio_with_patch_percent": 100 * gone / total}}
@@ -233,11 +237,12 @@ class LLMPruner:
         gone = sum(row["channels_pruned"] for row in content["scores"])
         yield f"the pruned channels carry {100 * gone / max(kept + gone, 1e-300):.2f} % of the channels' importance"
 
-    def save(self, content, about):
+    def save(self, content, more):
         """Write the narrower model's folder."""
         narrower = Decoder(narrow(self.session.decoder, self.kept), self.session.source)
-        save_folder(narrower, self.session.tokenizer, Variant("narrow"), self.args.save_model,
-                    {"stage": "narrowed", "layer_widths": content["widths"], **about})
+        variant = Variant("narrow", Layers(narrower.num_layers), about=self.about)
+        save_folder(narrower, self.session.tokenizer, variant, self.args.save_model,
+                    {"layer_widths": content["widths"], **more})
         return f"layers {narrower.num_layers}, of other widths, patch no"
 
 

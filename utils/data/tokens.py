@@ -24,15 +24,16 @@ def token_stream(text, tokenizer, unk="special"):
     unk="text" reads special tokens that are written in the text, like "<unk>" in the Penn Treebank, as plain
     characters. Kept on disk under the hashes of text and tokenizer. Raises UserError for another value of `unk`.
     """
-    _check_unk(unk)
+    check_choice("--ptb-unk", unk, ("special", "text"))
     hashes = {"text_sha256": _text_sha256([text]), "tokenizer_sha256": tokenizer_sha256(tokenizer)}
     ids = _cached(["stream", *hashes.values(), unk], lambda: _int64(tokenise(text, tokenizer, unk)))
     return ids, {"tokens": len(ids), **_special_info([text], ids, tokenizer, unk), **hashes}
 
 
-def _check_unk(unk):
-    if unk not in ("special", "text"):
-        raise UserError(f"--ptb-unk {unk}: use special or text")
+def check_choice(name, value, choices):
+    """Raise UserError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise UserError(f"{name} {value}: use {' or '.join(choices)}")
 
 
 def _int64(values):
@@ -105,15 +106,13 @@ def _special_info(rows, ids, tokenizer, unk):
 
 def document_lengths(text, tokenizer, seq_len, unk="special"):
     """(token count of each document, info). UserError with the counts when none is longer than seq_len."""
-    _check_unk(unk)
+    check_choice("--ptb-unk", unk, ("special", "text"))
     hashes = {"text_sha256": _text_sha256(text.rows), "tokenizer_sha256": tokenizer_sha256(tokenizer)}
     lengths = _cached(["lengths", *hashes.values(), unk], lambda: _count_tokens(text.rows, tokenizer, unk)).tolist()
     long_enough = sum(length > seq_len for length in lengths)
     if long_enough == 0:
-        raise UserError(
-            f"{text.name}: 0 of {len(lengths)} documents have >= {seq_len + 1} tokens, the longest has {max(lengths)}; "
-            "lower --seq-len or give longer documents"
-        )
+        raise UserError(f"{text.name}: 0 of {len(lengths)} documents have >= {seq_len + 1} tokens, the longest has "
+                        f"{max(lengths)}; lower --seq-len or give longer documents")
     counts = {"tokens": sum(lengths), "documents": len(lengths), "documents_long_enough": long_enough}
     return lengths, {**counts, **_special_info(text.rows, None, tokenizer, unk), **hashes}
 

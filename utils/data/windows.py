@@ -1,7 +1,7 @@
-"""Corpora: a text -> token windows, int64 [windows, seq_len], and a record of exactly how they were made.
+"""Windows: a text -> token windows, int64 [windows, seq_len], and a record of exactly how they were made.
 
 Calibration windows are drawn by the formula of the paper's released loader, evaluation windows do not overlap and
-drop the tail (section 4.1); C4 is evaluated on 256 crops of long documents, drawn with a fixed seed.
+drop the tail (section 4.1); separate documents are evaluated on crops of the long ones, drawn with a fixed seed.
 """
 
 import random
@@ -10,13 +10,12 @@ from dataclasses import dataclass
 import numpy
 import torch
 
-from utils.errors import UserError
 from utils.data.corpora import BLANK_LINE, load_text, split_lines
-from utils.data.tokens import document_lengths, ids_sha256, leading_bos, token_stream, tokenise
+from utils.data.tokens import check_choice, document_lengths, ids_sha256, leading_bos, token_stream, tokenise
+from utils.errors import UserError
 
 TRAIN_SHARE = 0.9  # training windows lie in the first 90 %, validation windows in the last 10 %
-C4_WINDOWS = 256  # evaluation windows of c4 and c4-new
-C4_SEED = 0
+CROPS_SEED = 0  # of evaluation windows of separate documents
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,8 @@ def calibration_windows(spec, tokenizer, samples, seq_len, seed=0, sampling="ran
 
     Raises UserError when the text is too short, with the counts.
     """
-    _check_choice("--calib-sampling", sampling, ("random", "first", "sleb-lines"))
-    _check_choice("part", part, ("train", "validation"))
+    check_choice("--calib-sampling", sampling, ("random", "first", "sleb-lines"))
+    check_choice("part", part, ("train", "validation"))
     _check_at_least("--calib-samples", samples, 1)
     _check_at_least("--seq-len", seq_len, 2)
     text = load_text(spec, "calibration", data_dir)
@@ -93,10 +92,8 @@ def _calibration_from_documents(text, tokenizer, samples, seq_len, seed, samplin
     lo, hi = _share(part, sampling, len(lengths))
     long_enough = [index for index in range(lo, hi) if lengths[index] > seq_len]
     if not long_enough:
-        raise UserError(
-            f"{text.name}: {info['documents_long_enough']} of {len(lengths)} documents have >= {seq_len + 1} tokens, "
-            f"but none of the {hi - lo} in the {part} part; lower --seq-len"
-        )
+        raise UserError(f"{text.name}: {info['documents_long_enough']} of {len(lengths)} documents have >= "
+                        f"{seq_len + 1} tokens, but none of the {hi - lo} in the {part} part; lower --seq-len")
     if sampling == "random":
         crops = _draw_crops(lengths, samples, seq_len, random.Random(seed), lo, hi)
     else:
@@ -145,7 +142,7 @@ def evaluation_windows(spec, tokenizer, seq_len, bos="stream", limit=None, data_
     Raises UserError when the text is shorter than one window, when the tokenizer has no BOS for bos="window", or when
     a stride is asked of a corpus of separate documents.
     """
-    _check_choice("--bos", bos, ("stream", "window"))
+    check_choice("--bos", bos, ("stream", "window"))
     if stride is not None and not 1 <= stride < seq_len:
         raise UserError(f"--stride {stride}: give 1 to --seq-len - 1, here {seq_len - 1}")
     _check_at_least("--seq-len", seq_len, 2)
@@ -185,8 +182,8 @@ def _evaluation_from_stream(text, tokenizer, seq_len, bos, unk):
     count = len(stream) // step
     if count == 0:
         raise UserError(f"{text.name}: {len(stream)} tokens < one window (--seq-len {seq_len})")
-    if text.name in ("c4", "c4-new"):
-        count = min(count, C4_WINDOWS)
+    if text.windows is not None:
+        count = min(count, text.windows)
     windows = stream[: count * step].view(count, step)
     if bos == "window":
         windows = torch.cat([torch.full((count, 1), tokenizer.bos_token_id), windows], dim=1)
@@ -204,7 +201,7 @@ def _sliding(text, tokenizer, seq_len, stride, unk):
 
 def _evaluation_from_documents(text, tokenizer, seq_len, bos, unk):
     lengths, info = document_lengths(text, tokenizer, seq_len, unk)
-    crops = _draw_crops(lengths, C4_WINDOWS, seq_len, random.Random(C4_SEED), 0, len(lengths))
+    crops = _draw_crops(lengths, text.windows, seq_len, random.Random(CROPS_SEED), 0, len(lengths))
     windows = _cut_crops(text, tokenizer, crops, seq_len, unk)
     if bos == "window":  # the same crops, moved right by one where they do not start with BOS already
         moved = torch.cat([torch.full((len(windows), 1), tokenizer.bos_token_id), windows[:, :-1]], dim=1)
@@ -273,22 +270,11 @@ def describe(info):
 
 
 def _text_info(text):
-    return {
-        "corpus": text.name,
-        "split": text.split,
-        "source": text.source,
-        "kind": text.kind,
-        "rows": len(text.rows),
-        "join": text.join,
-    }
+    return {"corpus": text.name, "split": text.split, "source": text.source, "kind": text.kind,
+            "rows": len(text.rows), "join": text.join}
 
 
 # --- checks
-
-
-def _check_choice(name, value, choices):
-    if value not in choices:
-        raise UserError(f"{name} {value}: use {' or '.join(choices)}")
 
 
 def _check_at_least(name, value, least):
@@ -298,7 +284,5 @@ def _check_at_least(name, value, least):
 
 def _check_enough(text, fitting, samples, seq_len):
     if fitting < samples:
-        raise UserError(
-            f"{text.name}: only {fitting} windows of {seq_len} tokens fit, {samples} asked for; "
-            "lower --calib-samples or --seq-len"
-        )
+        raise UserError(f"{text.name}: only {fitting} windows of {seq_len} tokens fit, {samples} asked for; "
+                        "lower --calib-samples or --seq-len")

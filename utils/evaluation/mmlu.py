@@ -9,10 +9,10 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from utils.errors import UserError
-from utils.evaluation.scoring import Request
 from utils.data.corpora import hub_file, is_text
 from utils.data.tokens import tokenise
+from utils.errors import UserError
+from utils.evaluation.scoring import Request
 
 LETTERS = "ABCD"
 SHOTS = 5
@@ -186,15 +186,17 @@ def encode(subject, examples, questions, tokenizer, answers, max_tokens=PROMPT_T
     return by_shots, requests
 
 
-def subject_row(variant, subject, questions, predictions):
-    """One row of mmlu.json: accuracy, standard error sqrt(p (1-p) / (n-1)), and how often each letter was chosen."""
-    n = len(questions)
-    right = [int(guess == question.answer) for guess, question in zip(predictions, questions)]
+def subject_row(subject, questions, letters):
+    """What a row of mmlu.json says of one subject: accuracy, standard error sqrt(p (1-p) / (n-1)), letters, items.
+
+    letters: the index of the answer that was chosen for each question.
+    """
+    n, counts = len(questions), Counter(letters)
+    right = [int(letter == question.answer) for letter, question in zip(letters, questions)]
     accuracy = sum(right) / n
-    letters = Counter(LETTERS[guess] for guess in predictions)
-    return {"variant": variant, "subject": subject, "category": CATEGORY_OF[subject], "accuracy": accuracy,
-            "stderr": (accuracy * (1 - accuracy) / (n - 1)) ** 0.5 if n > 1 else None, "n": n,
-            "predicted": {letter: letters.get(letter, 0) for letter in LETTERS}, "items": "".join(map(str, right))}
+    return {"subject": subject, "category": CATEGORY_OF[subject], "accuracy": accuracy, "stderr": _stderr(accuracy, n),
+            "n": n, "predicted": {name: counts[index] for index, name in enumerate(LETTERS)},
+            "items": "".join(map(str, right))}
 
 
 def summarise(rows):
@@ -203,19 +205,18 @@ def summarise(rows):
     for variant in dict.fromkeys(row["variant"] for row in rows):
         mine = [row for row in rows if row["variant"] == variant]
         micro, n = _micro(mine), sum(row["n"] for row in mine)
-        letters = Counter()
-        for row in mine:
-            letters.update(row["predicted"])
-        entry = {"variant": variant, "n": n, "subjects": len(mine), "weighted_avg": micro,
-                 "stderr": (micro * (1 - micro) / (n - 1)) ** 0.5 if n > 1 else None,
-                 "macro_avg": sum(row["accuracy"] for row in mine) / len(mine), "predicted": dict(letters)}
-        for category in CATEGORIES:
-            part = [row for row in mine if row["category"] == category]
-            if part:
-                entry[category] = _micro(part)
-        entry["collapsed"] = n > 1 and max(letters.values()) > 0.95 * n  # one question says nothing
-        result.append(entry)
+        predicted = {letter: sum(row["predicted"][letter] for row in mine) for letter in LETTERS}
+        parts = {category: [row for row in mine if row["category"] == category] for category in CATEGORIES}
+        result.append({
+            "variant": variant, "n": n, "subjects": len(mine), "weighted_avg": micro, "stderr": _stderr(micro, n),
+            "macro_avg": sum(row["accuracy"] for row in mine) / len(mine), "predicted": predicted,
+            **{category: _micro(part) for category, part in parts.items() if part},
+            "collapsed": n > 1 and max(predicted.values()) > 0.95 * n})  # one question says nothing
     return result
+
+
+def _stderr(share, n):
+    return (share * (1 - share) / (n - 1)) ** 0.5 if n > 1 else None
 
 
 def _micro(rows):

@@ -10,6 +10,7 @@ import logging
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 
 import datasets
@@ -20,10 +21,11 @@ from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
 from utils.cli import subset
+from utils.data.corpora import is_text
 from utils.errors import UserError, WorkError
 from utils.evaluation.scoring import Request
-from utils.data.corpora import is_text
 
+HARNESS = version("lm_eval")
 # The nine tasks of the paper and the metric that its tables print.
 PAPER_TASKS = {"arc_challenge": "acc_norm", "arc_easy": "acc_norm", "boolq": "acc", "hellaswag": "acc_norm",
                "piqa": "acc_norm", "winogrande": "acc", "wsc273": "acc", "race": "acc", "copa": "acc"}
@@ -52,6 +54,10 @@ class QaTask:
     groups: list
     texts: list
     source: str
+
+    def by_item(self, values):
+        """The parts of a tensor with a value for each request that belong to each item."""
+        return values.split([len(group) for group in self.groups])
 
     @property
     def prompt_sha1(self):
@@ -284,10 +290,10 @@ def harness_results(qa, model, values, greedy):
     return metrics, samples
 
 
-def result_row(qa, variant, metrics, samples, values):
-    """One row of qa.json: metrics with standard errors sqrt(p (1-p) / (n-1)), predictions, per-item correctness."""
+def result_row(qa, metrics, samples, values):
+    """What a row of qa.json says of one task: metrics, standard errors sqrt(p (1-p) / (n-1)), predictions, items."""
     n = len(samples)
-    row = {"variant": variant.name, "task": qa.name, "n": n}
+    row = {"task": qa.name, "n": n}
     for metric in ("acc", "acc_norm"):
         if metric in metrics:
             row[metric] = metrics[metric]
@@ -298,10 +304,7 @@ def result_row(qa, variant, metrics, samples, values):
         raise WorkError(f"{qa.name}: the harness gave no {row['metric']}, only {', '.join(metrics)}")
     row["value"] = row[row["metric"]]
     if qa.task.OUTPUT_TYPE == "multiple_choice":
-        offset, picks = 0, []
-        for group in qa.groups:
-            picks.append(int(values[offset:offset + len(group)].argmax()))
-            offset += len(group)
+        picks = [int(scores.argmax()) for scores in qa.by_item(values)]
         row["predictions"] = {str(choice): picks.count(choice) for choice in sorted(set(picks))}
         row["constant"] = len(set(picks)) == 1 and n > 1
     return {**row, "prompt_sha1": qa.prompt_sha1, "task_version": qa.task.VERSION, "data": qa.source}
@@ -309,10 +312,8 @@ def result_row(qa, variant, metrics, samples, values):
 
 def item_records(qa, variant, samples, values):
     """One dict an item for --log-samples: log-likelihood and lengths of each choice, predictions, gold."""
-    offset = 0
-    for group, texts, sample in zip(qa.groups, qa.texts, samples):
-        scores = values[offset:offset + len(group)].tolist()
-        offset += len(group)
+    for group, texts, sample, scores in zip(qa.groups, qa.texts, samples, qa.by_item(values)):
+        scores = scores.tolist()
         choices = (qa.task.doc_to_choice(sample["doc"]) if qa.task.OUTPUT_TYPE == "multiple_choice"
                    else [t[1] for t in texts])
         characters = [len(choice) for choice in choices]
@@ -341,15 +342,15 @@ def summary(rows, dense):
 
 def paired_differences(rows, reference):
     """Difference of each variant's printed metric to `reference` on the same items, with a 95 % interval."""
-    result = []
+    result, bases = [], {row["task"]: row for row in reversed(rows) if row["variant"] == reference}
     for row in rows:
-        base = next((r for r in rows if r["variant"] == reference and r["task"] == row["task"]), None)
+        base = bases.get(row["task"])
         if base is None or base is row:
             continue
-        key = f"{row['metric']}_items"
-        a, b = (torch.tensor([int(c) for c in r[key]], dtype=torch.float64) for r in (row, base))
-        difference = a - b
-        half = 1.96 * (difference.std() / math.sqrt(len(a))).item() if len(a) > 1 else None
+        items = f"{row['metric']}_items"
+        right, before = (torch.tensor([int(c) for c in r[items]], dtype=torch.float64) for r in (row, base))
+        difference = right - before
+        half = 1.96 * (difference.std() / math.sqrt(len(difference))).item() if len(difference) > 1 else None
         mean = difference.mean().item()
         result.append({"variant": row["variant"], "reference": reference, "task": row["task"], "metric": row["metric"],
                        "difference": mean, "ci95": None if half is None else [mean - half, mean + half]})

@@ -1,81 +1,78 @@
-"""Result files of the evaluations: one row a variant and corpus, task or subject, reused by what determines it."""
+"""Result files of the evaluations: one row a variant and part (a corpus, task or subject), made where it is missing."""
 
-import re
-from pathlib import Path
-
-from utils.artifacts import read_json, sha256_json
+from utils.artifacts import REMEDY, read_json, sha256_json, write_json
 from utils.errors import UserError
 
 
-class EarlierRows:
-    """Rows that a result file already holds.
+class ResultFile:
+    """The file that an evaluation writes (--out), with the rows that it holds already.
 
-    A row's key is 'VARIANT:PROTOCOL', two shortened sha256: what the variant computes, and the model, data and
-    settings. Equal keys mean equal rows, so an interrupted call goes on where it stopped. With `add` (--add) the rows
-    of other variants and of other data stay in the file as well, also with `force`, which reuses none. data: the field
-    of a row that names its corpus. Raises UserError on a foreign or damaged file, unless it is to be replaced.
+    A row's `sha256` is 'VARIANT:RECIPE', both shortened: of what the variant computes, and of the model, data and
+    settings. Equal ones mean equal rows, so an interrupted call goes on where it stopped, and a variant may be renamed.
+    With --add the rows of other variants and parts stay in the file as well, also with --force, which reuses none.
     """
 
-    def __init__(self, path, kind, data, source, force=False, add=False, reuse=True):
-        replaced = force and not add or not Path(path).exists()
-        content = {"results": []} if replaced else read_json(path, kind)
-        self.rows = [row for row in content["results"] if isinstance(row.get("key"), str)]
-        for row in self.rows:
-            if not (_losses_fit(row) if kind == "ppl" else _items_fit(row, kind)):
-                raise UserError(f"{path}: the {'losses' if kind == 'ppl' else 'numbers'} of {row['variant']} on "
-                                f"{row[data]} are damaged; --force without --add recomputes")
-        # one of those that compute the same
-        self.by_key = {row["key"]: row for row in self.rows} if reuse and not force else {}
-        self.data = data
-        self.add = add
-        if add and content["results"] and content["model"].get("fingerprint") != source.fingerprint:
-            raise UserError(f"{path}: made for another model ({content['model'].get('label')}), whose rows --add "
-                            "cannot keep; choose another --out")
+    def __init__(self, args, kind, field, session, variants, recipes, reuse=True):
+        """field: the one of a row that names its part; recipes: {part: JSON-able dict}, in the file's order.
 
-    def find(self, variant, protocol):
-        """The row of this variant and protocol under the variant's present name, or None."""
-        row = self.by_key.get(key(variant, protocol))
-        return None if row is None else {**row, "variant": variant.name}
-
-    def others(self, variants, protocols):
-        """Rows to keep under --add; protocols: {corpus: protocol} of this call.
-
-        Of these corpora, rows of variants that this call does not name, and only under the same protocol.
+        reuse: False to make all rows anew. Raises UserError on a foreign or damaged file that is not to be replaced.
         """
-        names, wanted = {variant.name for variant in variants}, {name: _short(p) for name, p in protocols.items()}
-        return [row for row in self.rows if self.add and (
-            row[self.data] not in wanted or
-            (row["variant"] not in names and row["key"].partition(":")[2] == wanted[row[self.data]]))]
+        self.path, self.kind, self.field, self.session, self.variants = args.out, kind, field, session, variants
+        recipes = {part: sha256_json(recipe)[:16] for part, recipe in recipes.items()}
+        computes = {variant.name: variant.digest()[:16] for variant in variants}
+        self.sha256 = {(part, name): f"{computes[name]}:{recipes[part]}" for part in recipes for name in computes}
+        earlier = self._earlier(args)
+        found = {row["sha256"]: row for row in earlier} if reuse and not args.force else {}
+        self.rows, self.missing = {}, {part: [] for part in recipes}
+        for part in recipes:
+            for variant in variants:
+                if row := found.get(self.sha256[part, variant.name]):
+                    self.put(part, variant, row)
+                else:
+                    self.missing[part].append(variant)
+        # of the parts of this call, other variants' rows stay under the same recipe only: they would not be comparable
+        self.others = [row for row in earlier if args.add and (row[field] not in recipes or (
+            row["variant"] not in computes and row["sha256"].endswith(f":{recipes[row[field]]}")))]
+        if self.rows:
+            print(f"{self.path}: {len(self.rows)} of {len(self.sha256)} rows reused (--force recomputes)")
 
+    def _earlier(self, args):
+        """Rows of the file as it is; none of one that is not there or is to be replaced."""
+        if not self.path.exists() or (args.force and not args.add):
+            return []
+        content = read_json(self.path, self.kind, "--force without --add recomputes it" if args.add else REMEDY)
+        model, source = content["model"], self.session.source
+        if args.add and content["results"] and model["fingerprint"] != source.fingerprint:
+            raise UserError(f"{self.path}: made for another model ({model['label']}), whose rows --add cannot keep; "
+                            "choose another --out")
+        return content["results"]
 
-def _losses_fit(row):
-    losses = row.get("window_nll")
-    return (isinstance(losses, list) and len(losses) == row.get("windows") and "ppl_ci95" in row
-            and all(isinstance(loss, float) for loss in losses))
+    def put(self, part, variant, values):
+        """Take the row of `variant` on `part`: values, and what rows of all kinds say."""
+        own = {"variant": variant.name, self.field: part, "about": variant.about, "removed": list(variant.removed),
+               "dtype": self.session.dtype_name, "sha256": self.sha256[part, variant.name]}
+        self.rows[part, variant.name] = {**own, **values, **own}  # own ones first, and not those of a renamed row
 
+    def rows_of(self, part):
+        """{variant name: row} of the rows that there are."""
+        return {variant.name: self.rows[part, variant.name] for variant in self.variants
+                if (part, variant.name) in self.rows}
 
-def _items_fit(row, kind):
-    """Whether a row of qa.json or mmlu.json has all that averages, differences and tables are made of."""
-    n, picks = row.get("n"), row.get("predicted" if kind == "mmlu" else "predictions", {})
-    names = [("accuracy", "items", "stderr")] if kind == "mmlu" else [
-        (metric, f"{metric}_items", f"{metric}_stderr") for metric in ("acc", "acc_norm") if metric in row]
-    if kind == "mmlu":
-        fits = isinstance(row.get("category"), str) and isinstance(picks, dict) and set(picks) == set("ABCD")
-    else:
-        fits = row["metric"] in [name for name, *_ in names] and row["value"] == row[row["metric"]] and (
-            isinstance(picks, dict) and (bool(picks) or not row.get("constant")))
-    return (fits and type(n) is int and all(type(count) is int for count in picks.values())
-            and sum(picks.values()) in ({n} if kind == "mmlu" else {0, n})
-            and all(re.fullmatch("[01]+", str(row.get(items))) and len(row[items]) == n
-                    and isinstance(row[value], (int, float)) and abs(row[value] * n - row[items].count("1")) < 0.5
-                    and isinstance(row.get(error), (int, float, type(None))) and error in row
-                    for value, items, error in names))
+    @property
+    def results(self):
+        """All rows: those kept for others, then part by part in the order of the variants."""
+        return self.others + [row for part in self.missing for row in self.rows_of(part).values()]
 
+    def evaluate(self, more=lambda results: {}):
+        """Yield every (part, variants without a row); what the caller has `put` is written before the next one.
 
-def key(variant, protocol):
-    """Key of the row of a variant under a protocol (JSON-able dict)."""
-    return f"{variant.digest()[:16]}:{_short(protocol)}"
-
-
-def _short(protocol):
-    return sha256_json(protocol)[:16]
+        more(results): what the file says beside its rows. A killed call goes on behind the last finished part.
+        """
+        computed, last = any(self.missing.values()), [*self.missing][-1]
+        for part, missing in self.missing.items():
+            yield part, missing
+            if missing or part == last:
+                self.content = {
+                    "model": self.session.source.identity(), "results": self.results, **more(self.results),
+                    "provenance": self.session.watch.provenance(self.session.decoder if computed else None)}
+                write_json(self.path, self.kind, self.content)

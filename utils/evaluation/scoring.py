@@ -9,8 +9,10 @@ and values and runs the questions behind them. Logits are formed only where a to
 from dataclasses import dataclass
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from utils.decoder import run_variants
 from utils.errors import UserError, WorkError
-from utils.variants import run_variants
 
 BATCH_TOKENS = 1024  # padded tokens a forward pass; on a GPU larger ones are worth it
 PACK_TOKENS = 1024  # a longer pack of branches is split, and its prefix encoded again
@@ -99,57 +101,57 @@ def score(decoder, variants, packs, batch_tokens=BATCH_TOKENS, label="score", ba
     total = sum(len(pack.scored) for pack in packs)
     values = torch.full((len(variants), total), torch.nan, dtype=torch.float64)
     greedy = torch.zeros(len(variants), total, dtype=torch.bool)
-    packs = sorted(packs, key=lambda pack: -len(pack.tokens))  # longest first: memory shows at once, padding is small
-    for batch in _batches(packs, batch_tokens):
-        _score_batch(decoder, variants, batch, values, greedy)
+    for batch in _batches(packs, batch_tokens, lambda pack: len(pack.tokens)):
+        inputs = packed_inputs(decoder, _padded(pack.tokens for pack in batch),
+                               _padded(pack.positions for pack in batch), _padded((p.branches for p in batch), -1))
+        _score_batch(decoder, variants, inputs, [pack.scored for pack in batch], values, greedy)
         if bar is not None:
             bar.update(sum(len(pack.tokens) for pack in batch))
-    for variant, row in zip(variants, values):
-        if not torch.isfinite(row).all():
-            raise WorkError(f"{label}: variant {variant.name} has non-finite log-likelihoods; "
-                            "use --dtype float32 or bfloat16")
+    _check_finite(values, variants, label)
     return values, greedy
 
 
-def _batches(packs, batch_tokens):
-    batch = []
-    for pack in packs:
-        if batch and (len(batch) + 1) * len(batch[0].tokens) > batch_tokens:
-            yield batch
-            batch = []
-        batch.append(pack)
-    if batch:
-        yield batch
+def _batches(sequences, batch_tokens, size):
+    """Lists of sequences of size(sequence) tokens, the longest first: memory shows at once, padding is small."""
+    ordered = sorted(sequences, key=size, reverse=True)
+    while ordered:
+        count = max(1, batch_tokens // size(ordered[0]))
+        yield ordered[:count]
+        ordered = ordered[count:]
 
 
-def _score_batch(decoder, variants, batch, values, greedy):
-    length = len(batch[0].tokens)
-    tokens = torch.zeros(len(batch), length, dtype=torch.long)
-    positions, branches = torch.zeros_like(tokens), torch.full_like(tokens, -1)
-    rows, targets, owners = [], [], []
-    for line, pack in enumerate(batch):
-        size = len(pack.tokens)
-        tokens[line, :size] = torch.tensor(pack.tokens)
-        positions[line, :size] = torch.tensor(pack.positions)
-        branches[line, :size] = torch.tensor(pack.branches)
-        for index, places, wanted in pack.scored:
-            rows += [line * length + place for place in places]
-            targets += wanted
-            owners += [index] * len(wanted)
-    inputs = packed_inputs(decoder, tokens, positions, branches)
-    rows, targets = torch.tensor(rows), torch.tensor(targets)
-    owner = torch.tensor(owners)
+def _padded(sequences, padding=0):
+    """Sequences of integers as the rows of one tensor int64 [B, T]."""
+    return pad_sequence([torch.tensor(sequence) for sequence in sequences], batch_first=True, padding_value=padding)
+
+
+def _score_batch(decoder, variants, inputs, lines, values, greedy):
+    """Run one batch and enter what it scores into values and greedy [variants, requests].
+
+    inputs: LayerInputs of B sequences; lines: for each of them its (request index, places, targets), where targets[i]
+    is predicted at entry places[i].
+    """
+    length = inputs.hidden.shape[1]
+    tokens = [(index, line * length + place, target) for line, scored in enumerate(lines)
+              for index, places, targets in scored for place, target in zip(places, targets)]
+    owner, rows, targets = (torch.tensor(column) for column in zip(*tokens))
+    touched = owner.unique()
 
     def leaf(variant, hidden):
         states = decoder.final_states(hidden.flatten(0, 1)[rows.to(hidden.device)][None])[0]
         log_likelihood, first = _token_scores(decoder, states, targets)
-        sums = torch.zeros(values.shape[1], dtype=torch.float64).index_add_(0, owner, log_likelihood)
-        misses = torch.zeros(values.shape[1], dtype=torch.long).index_add_(0, owner, (~first).long())
-        touched = owner.unique()
-        values[variant, touched] = sums[touched]
-        greedy[variant, touched] = misses[touched] == 0
+        values[variant, touched], greedy[variant, touched] = 0.0, True
+        values[variant].index_add_(0, owner, log_likelihood)
+        greedy[variant, owner[~first]] = False
 
     run_variants(decoder, inputs, variants, leaf)
+
+
+def _check_finite(values, variants, label):
+    for variant, row in zip(variants, values):
+        if not torch.isfinite(row).all():
+            raise WorkError(f"{label}: variant {variant.name} has non-finite log-likelihoods; "
+                            "use --dtype float32 or bfloat16")
 
 
 class PrefixStates:
@@ -191,43 +193,24 @@ def score_behind_prefix(decoder, variants, requests, batch_tokens=BATCH_TOKENS, 
     length = min(_common_prefix([*branches, *branches]), min(map(len, branches)) - 1)
     prefix, states = next(iter(branches))[:length], PrefixStates()
     values = torch.full((len(variants), len(requests)), torch.nan, dtype=torch.float64)
+    greedy = torch.zeros(values.shape, dtype=torch.bool)  # not asked for here
     if length:
         ids = torch.tensor([prefix])
         inputs = packed_inputs(decoder, ids, torch.arange(length)[None], torch.zeros_like(ids))
         run_variants(decoder, _with_cache(inputs, states), variants, lambda variant, hidden: None)
-    ordered = sorted(branches.items(), key=lambda item: -len(item[0]))
-    while ordered:
-        size = max(1, batch_tokens // (len(ordered[0][0]) - length))
-        batch, ordered = ordered[:size], ordered[size:]
-        longest = len(batch[0][0]) - length
-        tokens = torch.zeros(len(batch), longest, dtype=torch.long)
-        rows, targets, owners = [], [], []
-        for line, (inputs, wanted) in enumerate(batch):
-            tokens[line, :len(inputs) - length] = torch.tensor(inputs[length:])
-            for index, goal in wanted:
-                first = len(inputs) - len(goal) - length
-                if first < 0:
-                    raise WorkError(f"{label}: a continuation reaches into the shared prefix")
-                rows += range(line * longest + first, line * longest + first + len(goal))
-                targets += goal
-                owners += [index] * len(goal)
-        layers = _inputs_behind(decoder, tokens, length)
-        rows, targets, owner = torch.tensor(rows), torch.tensor(targets), torch.tensor(owners)
-
-        def leaf(variant, hidden):
-            picked = decoder.final_states(hidden.flatten(0, 1)[rows.to(hidden.device)][None])[0]
-            found, _ = _token_scores(decoder, picked, targets)
-            values[variant, owner.unique()] = 0.0
-            values[variant].index_add_(0, owner, found)
-
+    for batch in _batches(branches, batch_tokens, lambda tokens: len(tokens) - length):
+        lines = [[(index, range(len(tokens) - len(targets) - length, len(tokens) - length), targets)
+                  for index, targets in branches[tokens]] for tokens in batch]
+        if any(places.start < 0 for line in lines for _, places, _ in line):
+            raise WorkError(f"{label}: a continuation reaches into the shared prefix")
+        inputs = _inputs_behind(decoder, _padded(tokens[length:] for tokens in batch), length)
         if length:
             states.replay()
-            layers = _with_cache(layers, states)
-        run_variants(decoder, layers, variants, leaf)
+            inputs = _with_cache(inputs, states)
+        _score_batch(decoder, variants, inputs, lines, values, greedy)
         if bar is not None:
             bar.update(len(batch))
-    if not torch.isfinite(values).all():
-        raise WorkError(f"{label}: non-finite log-likelihoods; use --dtype float32 or bfloat16")
+    _check_finite(values, variants, label)
     return values
 
 
@@ -258,11 +241,11 @@ def _token_scores(decoder, states, targets, chunk=512):
     logsumexp does (2e-5 nats a token at 49,152 words), and the numbers are to be the harness's.
     """
     found, first = [], []
-    for part, goal in zip(states.split(chunk), targets.split(chunk)):
+    for part, target in zip(states.split(chunk), targets.split(chunk)):
         logits = decoder.head_logits(part)
-        goal = goal.to(logits.device)
-        found.append(-torch.nn.functional.cross_entropy(logits, goal, reduction="none").double().cpu())
-        first.append((logits.argmax(1) == goal).cpu())
+        target = target.to(logits.device)
+        found.append(-torch.nn.functional.cross_entropy(logits, target, reduction="none").double().cpu())
+        first.append((logits.argmax(1) == target).cpu())
     return torch.cat(found), torch.cat(first)
 
 

@@ -17,9 +17,10 @@ from utils.errors import UserError
 from utils.hadamard import rotation
 from utils.modeling_linearpatch import LinearPatch
 from utils.networks import SwiGLU
-from utils.paper.experiments import paper
-from utils.session import Session, default_folder
 from utils.model_folder import patched_model
+from utils.paper.experiments import paper
+from utils.repairs import REPAIRS
+from utils.session import Session, default_folder
 from utils.teacher_cache import TeacherCache, cache_bytes
 
 LLAMA2_7B = (4096, 11008)  # hidden and intermediate size, those of the paper's measurement
@@ -43,8 +44,8 @@ def main():
     args.out = args.out or default_folder(args.model) / "overhead.json"
     cli.check_outputs(args, out=".json")
     session = Session(args)
-    variant = session.read_patch(args.patch)
-    if not all(isinstance(patch, LinearPatch) for patch in variant.patches.values()):
+    variant, _ = session.read_patch(args.patch)
+    if not REPAIRS[variant.about["repair"]].is_matrix:
         raise UserError(f"--patch {args.patch}: holds a replacement network; give a patch")
     if args.decode >= (session.source.positions[1] or 2048):
         raise UserError(f"--decode {args.decode}: {session.source.label} has {session.source.positions[1]} positions")
@@ -88,7 +89,7 @@ def operators(hidden, inner, tokens, repeats, device, dtype):
     """Parameters, FLOPs and latency of d, P as three factors, P as a matrix, and a SwiGLU of LLaMA-2-7B's shape."""
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(1, tokens, hidden, generator=generator).to(device, dtype)
-    d, turn = 1 + torch.rand(hidden, generator=generator), rotation(hidden)
+    d, rotated = 1 + torch.rand(hidden, generator=generator), rotation(hidden)
     gate, up, down = (torch.randn(*shape, generator=generator).to(device, dtype) / hidden**0.5
                       for shape in ((inner, hidden), (inner, hidden), (hidden, inner)))
     network = SwiGLU(gate, up, down, "silu").to(device)
@@ -96,8 +97,8 @@ def operators(hidden, inner, tokens, repeats, device, dtype):
     choices = [
         ("d alone", hidden, hidden, LinearPatch(d).to(device)),
         ("P as H diag(d) H^T, fast transform", hidden, None,
-         lambda x: turn.apply_transposed(turn.apply(x.float()) * scale).to(x.dtype)),
-        ("P as one matrix", hidden**2, 2 * hidden**2, LinearPatch(turn.conjugate(d)).to(device)),
+         lambda x: rotated.apply_transposed(rotated.apply(x.float()) * scale).to(x.dtype)),
+        ("P as one matrix", hidden**2, 2 * hidden**2, LinearPatch(rotated.conjugate(d)).to(device)),
         ("SwiGLU network of LLM-Streamline", 3 * hidden * inner, 6 * hidden * inner, network),
     ]
     rows, seconds = [], {}

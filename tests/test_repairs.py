@@ -1,15 +1,14 @@
-"""d, P and the patch file."""
+"""Repairs: d, P and the patch file; what each repair says of itself."""
 
 import pytest
 import torch
 
-from tests.test_activations import plain_states
-from tests.tiny import ids, tiny
+from tests.tiny import ids, patch_of, plain_states, tiny
 from utils.activations import collect
+from utils.decoder import Decoder
 from utils.errors import WorkError
 from utils.hadamard import rotation
-from utils.decoder import Decoder
-from utils.patch import patch_module, scale_stderr, scale_vector
+from utils.repairs import scale_stderr, scale_vector
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +35,7 @@ def test_ratio_of_sums_and_mean_of_ratios(collected):
 def test_patched_states_have_the_l1_norms_of_the_states_behind_the_run(collected):
     states, stats = collected
     d = scale_vector(stats.l1_rotated, 1, 4)
-    patch = patch_module("hadamard", d=d)
+    patch = patch_of("hadamard", d)
     after = (patch(states[1].float()).double() @ rotation(64).matrix()).abs().sum((0, 1))
     torch.testing.assert_close(after, (states[4] @ rotation(64).matrix()).abs().sum((0, 1)), rtol=1e-4, atol=0)
 
@@ -49,12 +48,12 @@ def test_runs_telescope(collected):
 
 
 def test_unit_scale_is_the_identity():
-    torch.testing.assert_close(patch_module("hadamard", d=torch.ones(48)).weight, torch.eye(48), rtol=0, atol=1e-6)
+    torch.testing.assert_close(patch_of("hadamard", torch.ones(48)).weight, torch.eye(48), rtol=0, atol=1e-6)
 
 
 def test_the_matrix_is_symmetric_with_eigenvalues_d(collected):
     d = scale_vector(collected[1].l1_rotated, 2, 4)
-    weight = patch_module("hadamard", d=d).weight.double()
+    weight = patch_of("hadamard", d).weight.double()
     assert torch.equal(weight, weight.T)
     torch.testing.assert_close(weight, dense(d), rtol=0, atol=1e-6)
     torch.testing.assert_close(torch.linalg.eigvalsh(weight), d.sort().values, rtol=1e-5, atol=1e-6)

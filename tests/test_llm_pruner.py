@@ -2,28 +2,22 @@
 
 import copy
 import json
-import re
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
 
-from tests.conftest import ROOT
-from tests.test_scripts import calibrate, ppl, prune, rows
-from tests.test_surgery import RELOAD, logits_of, patched_variant
-from tests.tiny import ids, save, tiny, token_text
+from tests.elsewhere import check_elsewhere, expect
+from tests.steps import calibrate, ppl, prune, rows
+from tests.tiny import ids, logits_of, patched_variant, save, tiny, token_text, variant
 from tests.tokenizers_for_tests import tok_nobos
 from utils.artifacts import sha256_file
-from utils.data.windows import calibration_windows
-from utils.errors import UserError
-from utils.decoder import Decoder
-from utils.models import find_model, load_decoder
-from utils.evaluation.objectives import window_losses
-from utils.model_folder import save_folder
-from utils.variants import Variant
 from utils.baselines.llm_pruner import counts_for, group_sizes, importance, kept_groups, narrow, projections, widths_of
+from utils.data.windows import calibration_windows
+from utils.decoder import Decoder
+from utils.errors import UserError
+from utils.evaluation.objectives import window_losses
+from utils.model_folder import origin, save_folder
+from utils.models import find_model, load_decoder
 
 IDS = ids(3, 12, seed=4)
 KEPT = {1: (torch.tensor([1]), torch.arange(0, 128, 3)), 3: (torch.tensor([0]), torch.arange(100)),
@@ -185,48 +179,29 @@ def test_the_model_is_not_changed():
 # ----- folders
 
 
-def expectations(model, path):
-    """What RELOAD compares with, written to `path`."""
-    with torch.no_grad():
-        past, steps = None, []
-        for t in range(17):
-            out = model(ids()[:1, t:t + 1], cache=past, use_cache=True)
-            past = out.cache
-            steps.append(out.logits)
-        torch.save({"ids": ids(), "batch": model(ids()).logits, "alone": model(ids()[:1]).logits,
-                    "steps": torch.cat(steps, 1),
-                    "generated": model.generate(ids()[:1], max_new_tokens=8, do_sample=False)}, path)
-
-
 def test_folders_elsewhere_are_bit_identical_and_refuse_without_their_code(tmp_path):
-    for name, family, variant, changes in (("tied", "llama", Variant("narrow"), {"tie_word_embeddings": True}),
-                                           ("patched", "qwen2", patched_variant((2, 3), 4), {})):
-        model = save_folder(Decoder(narrow_model(family, **changes)), tok_nobos(), variant, tmp_path / name, {})
-        expectations(model, f"{tmp_path}/{name}.pt")
-    code = f"import sys\ncode = {textwrap.dedent(RELOAD)!r}\nfor sys.argv[1] in sys.argv[2:]:\n    exec(code)\n"
-    done = subprocess.run([sys.executable, "-I", "-c", code, "", "tied", "patched"], cwd=tmp_path,
-                          stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                          env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1",
-                               "OMP_NUM_THREADS": str(torch.get_num_threads())})  # the last bits depend on it
-    assert done.returncode == 0 and len(re.findall("same$", done.stdout, re.MULTILINE)) == 2, done.stderr[-2000:]
-    assert str(ROOT) not in done.stderr
+    for name, family, saved, changes in (("tied", "llama", variant("narrow"), {"tie_word_embeddings": True}),
+                                         ("patched", "qwen2", patched_variant(), {})):
+        expect(save_folder(Decoder(narrow_model(family, **changes)), tok_nobos(), saved, tmp_path / name, {}),
+               tmp_path / name)
+    check_elsewhere(tmp_path, tmp_path / "tied", tmp_path / "patched")
 
 
 def test_our_loader_cuts_and_patches_a_narrow_folder(tmp_path):
-    save_folder(Decoder(narrow_model()), tok_nobos(), Variant("narrow"), tmp_path / "narrow", {})
+    save_folder(Decoder(narrow_model()), tok_nobos(), variant("narrow"), tmp_path / "narrow", {})
     source = find_model(str(tmp_path / "narrow"))
-    assert source.is_ours and not source.is_patched and source.patched_behind == []
+    assert source.is_ours and not source.is_patched and source.patched_after == []
     decoder = load_decoder(source)
     assert [tuple(widths_of(layer).values()) for layer in decoder.layers] == WIDTHS
-    variant = patched_variant((2, 3), 4)
-    expected = logits_of(decoder, variant, ids())
-    save_folder(decoder, tok_nobos(), variant, tmp_path / "patched", {})
+    patched = patched_variant((2, 3), 4)
+    expected = logits_of(decoder, patched, ids())
+    save_folder(decoder, tok_nobos(), patched, tmp_path / "patched", {})
     config = json.loads((tmp_path / "patched" / "config.json").read_text())
     assert len(config["layer_widths"]) == 4 and config["layer_widths"][1]["channels"] == 43
     again = load_decoder(find_model(str(tmp_path / "patched")))
-    torch.testing.assert_close(logits_of(again, Variant("dense"), ids()), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits_of(again, variant(depth=4), ids()), expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(UserError, match="already carries patches"):
-        save_folder(again, tok_nobos(), patched_variant((1,), 2), tmp_path / "twice", {})
+        save_folder(again, tok_nobos(), variant("v", (1,), patched_variant().modules, depth=4), tmp_path / "twice", {})
 
 
 @pytest.mark.parametrize("change, message", [
@@ -235,7 +210,7 @@ def test_our_loader_cuts_and_patches_a_narrow_folder(tmp_path):
     ({"layer_widths": [{"heads": 4, "kv_heads": 2, "channels": 0}] * 6}, "layer_widths"),
     ({"layer_widths": [{"heads": 4, "kv_heads": 2, "channels": 128}] * 6}, "loaded")])
 def test_damaged_widths_are_refused(script, tmp_path, text, change, message):
-    save_folder(Decoder(narrow_model()), tok_nobos(), Variant("narrow"), tmp_path / "out", {})
+    save_folder(Decoder(narrow_model()), tok_nobos(), variant("narrow"), tmp_path / "out", {})
     path = tmp_path / "out" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     code, _, err = ppl(script, tmp_path / "out", tmp_path, text)
@@ -252,8 +227,8 @@ def test_pruning_by_script(script, folders, tmp_path, text, kind, amount):
     code, printed, _ = prune(script, folder, tmp_path, text, "--metric", "llm-pruner", *amount, "--save-model", out)
     assert code == 0 and "head groups" in printed and {p.name: sha256_file(p) for p in folder.iterdir()} == before
     selection = json.loads((tmp_path / "selection.json").read_text())
-    assert {"model", "metric", "n_prune", "removed", "kept", "runs", "order", "scores", "parameters", "calibration",
-            "recipe", "provenance", "widths"} <= set(selection)
+    assert {"model", "about", "removed", "kept", "runs", "order", "scores", "parameters", "calibration", "recipe",
+            "provenance", "widths"} <= set(selection)
     assert selection["removed"] == selection["runs"] == [] and selection["kept"] == list(range(6))
     decoder, dense = load_decoder(find_model(str(out))), load_decoder(find_model(str(folder)))
     total, after = (sum(p.numel() for p in d.model.parameters()) for d in (dense, decoder))
@@ -263,17 +238,20 @@ def test_pruning_by_script(script, folders, tmp_path, text, kind, amount):
     layer = sum(p.numel() for p in dense.layers[0].parameters())
     wanted = amount[1] * total if amount[0] == "--ratio" else amount[1] * layer
     assert abs(total - after - wanted) <= 5 * 3 * 64 / 2  # half a channel in each of five layers
+    about = {"metric": "llm-pruner", "n": round(wanted / layer), "repair": "none", "stage": "narrowed"}
+    assert selection["about"] == origin(out)["about"] == about
     assert [widths_of(layer) for layer in decoder.layers] == selection["widths"]
     assert len({tuple(w.values()) for w in selection["widths"][1:]}) == 1 and selection["widths"][0]["channels"] == 128
 
-    code, _, _ = ppl(script, out, tmp_path, text)
+    code, _, _ = ppl(script, out, tmp_path, text, "--no-dense", "--patch", "mine=dense")
     tokens = torch.tensor([4 + int(w[1:]) for w in text.read_text().split()])[:12 * 32].view(12, 32)
     scores = importance(dense, calibration_windows(str(text), tok_nobos(), 4, 32).ids, 1, 6)
     kept = {index: (kept_groups(h, 2 - selection["widths"][index]["kv_heads"]),
                     kept_groups(c, 128 - selection["widths"][index]["channels"]))
             for index, (h, c) in zip(range(1, 6), scores)}
-    in_memory = window_losses(Decoder(narrow(dense, kept)), [Variant("dense")], tokens, progress=False)
-    assert code == 0 and rows(tmp_path)["dense"]["nll_mean"] == pytest.approx(in_memory.mean().item(), rel=1e-6)
+    in_memory = window_losses(Decoder(narrow(dense, kept)), [variant()], tokens, progress=False)
+    assert code == 0 and rows(tmp_path)["mine"]["nll_mean"] == pytest.approx(in_memory.mean().item(), rel=1e-6)
+    assert rows(tmp_path)["mine"]["about"] == about and rows(tmp_path)["mine"]["removed"] == []
 
 
 def test_the_pruned_folder_is_a_model_for_every_script(script, folders, tmp_path, text):

@@ -1,43 +1,26 @@
 """Cutting layers, attaching patches, saving and reloading."""
 
 import json
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from tests.conftest import ROOT
-from tests.tiny import FAMILIES, ids, save, tiny
+from tests.elsewhere import check_elsewhere, expect
+from tests.tiny import FAMILIES, P, ids, logits_of, patched_variant, save, tiny, variant
 from tests.tokenizers_for_tests import tok_nobos
-from utils.errors import UserError
-from utils.modeling_linearpatch import LinearPatch
 from utils.decoder import Decoder
+from utils.errors import UserError
+from utils.layers import Layers
+from utils.model_folder import cut, origin, patched_model, save_folder
+from utils.modeling_linearpatch import LinearPatch
 from utils.models import find_model, load_decoder
-from utils.model_folder import cut, patched_model, save_folder
-from utils.variants import Variant, run_variants
-
-P = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)) / 8  # not symmetric
-
-
-def patched_variant(removed=(2, 3), place=4, weight=P):
-    return Variant("patched", removed, {place: LinearPatch(weight)})
-
-
-def logits_of(decoder, variant, input_ids):
-    """Logits by the step runner, which never cuts the model."""
-    out = []
-    run_variants(decoder, decoder.inputs(input_ids), [variant],
-                 lambda _, hidden: out.append(decoder.head_logits(decoder.final_states(hidden))))
-    return out[0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cut_model_runs_with_and_without_cache(family):
-    expected = logits_of(Decoder(tiny(family)), Variant("v", (2, 3)), ids())
-    model = cut(Decoder(tiny(family)), (2, 3))
+    expected = logits_of(Decoder(tiny(family)), variant("v", (2, 3)), ids())
+    model = cut(Decoder(tiny(family)), Layers(6, (2, 3)))
     assert model.config.num_hidden_layers == len(model.model.layers) == 4
     assert [layer.self_attn.layer_idx for layer in model.model.layers] == [0, 1, 2, 3]
     with torch.no_grad():
@@ -57,7 +40,7 @@ def test_cut_model_runs_with_and_without_cache(family):
 def test_cut_folder_reloads_with_plain_transformers(family, tmp_path):
     decoder = Decoder(tiny(family))
     types = list(decoder.config.layer_types) if hasattr(decoder.config, "layer_types") else None
-    model = save_folder(decoder, tok_nobos(), Variant("pruned", (2, 3)), tmp_path / "out", {})
+    model = save_folder(decoder, tok_nobos(), variant("pruned", (2, 3)), tmp_path / "out", {})
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["num_hidden_layers"] == 4
     if types is not None:
@@ -71,13 +54,13 @@ def test_cut_folder_reloads_with_plain_transformers(family, tmp_path):
 
 
 def test_the_full_attention_layer_of_gemma3_survives_a_cut_before_it():
-    model = cut(Decoder(tiny("gemma3")), (2, 3))  # five sliding layers, then a full one
+    model = cut(Decoder(tiny("gemma3")), Layers(6, (2, 3)))  # five sliding layers, then a full one
     assert model.config.layer_types == ["sliding_attention"] * 3 + ["full_attention"]
 
 
 def test_kept_tensors_and_names_are_those_of_the_source():
     source = tiny().state_dict()
-    model = cut(Decoder(tiny()), (2, 3))
+    model = cut(Decoder(tiny()), Layers(6, (2, 3)))
     fresh = LlamaForCausalLM(model.config).state_dict()
     state = model.state_dict()
     assert set(state) == set(fresh)
@@ -92,7 +75,7 @@ def test_kept_tensors_and_names_are_those_of_the_source():
 def test_end_of_text_ids_are_no_per_layer_list():
     model = tiny()
     model.config.eos_token_id = [2, 3, 4, 5, 6, 7]  # as many as layers
-    assert cut(Decoder(model), (1,)).config.eos_token_id == [2, 3, 4, 5, 6, 7]
+    assert cut(Decoder(model), Layers(6, (1,))).config.eos_token_id == [2, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -130,9 +113,9 @@ def test_patch_keeps_the_dtype_and_computes_in_float32(dtype):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("removed, place", [((2, 3), 4), ((4, 5), 6), ((0, 1), 2)])
 def test_patched_model_in_memory_equals_the_step_runner(family, removed, place):
-    variant = patched_variant(removed, place)
-    expected = logits_of(Decoder(tiny(family)), variant, ids())
-    model = patched_model(Decoder(tiny(family)), variant)
+    patched = patched_variant(removed, place)
+    expected = logits_of(Decoder(tiny(family)), patched, ids())
+    model = patched_model(Decoder(tiny(family)), patched)
     assert len(model.model.layers) == model.config.num_hidden_layers == 4
     with torch.no_grad():
         torch.testing.assert_close(model(ids()).logits, expected, rtol=1e-5, atol=1e-5)
@@ -141,70 +124,41 @@ def test_patched_model_in_memory_equals_the_step_runner(family, removed, place):
 def test_identity_patch_changes_nothing():
     for family in ("llama", "qwen3", "gemma3"):
         decoder = Decoder(tiny(family))
-        plain = logits_of(decoder, Variant("v", (2, 3)), ids())
+        plain = logits_of(decoder, variant("v", (2, 3)), ids())
         torch.testing.assert_close(logits_of(decoder, patched_variant(weight=torch.eye(64)), ids()), plain,
                                    rtol=1e-5, atol=1e-5)
         assert (logits_of(decoder, patched_variant(), ids()) - plain).abs().max() > 1e-3
 
 
-RELOAD = """
-import sys, torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-assert not any(name == "utils" or name.startswith("utils.") for name in sys.modules)
-folder = sys.argv[1]
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
-AutoTokenizer.from_pretrained(folder)
-given = torch.load(folder + ".pt", weights_only=True)
-ids = given["ids"]
-with torch.no_grad():
-    assert torch.equal(model(ids).logits, given["batch"]), "batched"
-    assert torch.equal(model(ids[:1]).logits, given["alone"]), "alone"
-    assert torch.equal(model(ids, use_cache=True).logits, given["batch"]), "cache"
-    past, steps = None, []
-    for t in range(ids.shape[1]):
-        out = model(ids[:1, t:t + 1], cache=past, use_cache=True)
-        past = out.cache
-        steps.append(out.logits)
-    assert torch.equal(torch.cat(steps, 1), given["steps"]), "steps"
-    assert torch.equal(model.generate(ids[:1], max_new_tokens=8, do_sample=False), given["generated"])
-for trust in (False, None):
-    try:
-        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust)
-    except ValueError as error:
-        assert "trust_remote_code" in str(error)
-    else:
-        raise SystemExit("loaded without the patch's code")
-print("same")
-"""
+def test_patched_folders_elsewhere_are_bit_identical_and_refuse_without_their_code(tmp_path):
+    for family in ("llama", "gemma3"):
+        expect(save_folder(Decoder(tiny(family)), tok_nobos(), patched_variant(), tmp_path / family, {}),
+               tmp_path / family)
+    check_elsewhere(tmp_path, tmp_path / "llama", tmp_path / "gemma3")
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_patched_folder_elsewhere_is_bit_identical_and_refuses_without_its_code(family, tmp_path):
-    model = save_folder(Decoder(tiny(family)), tok_nobos(), patched_variant(), tmp_path / "out", {})
-    with torch.no_grad():
-        past, steps = None, []
-        for t in range(17):
-            out = model(ids()[:1, t:t + 1], cache=past, use_cache=True)
-            past = out.cache
-            steps.append(out.logits)
-        torch.save({"ids": ids(), "batch": model(ids()).logits, "alone": model(ids()[:1]).logits,
-                    "steps": torch.cat(steps, 1),
-                    "generated": model.generate(ids()[:1], max_new_tokens=8, do_sample=False)}, f"{tmp_path}/out.pt")
-    done = subprocess.run([sys.executable, "-I", "-c", textwrap.dedent(RELOAD), str(tmp_path / "out")], cwd=tmp_path,
-                          stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                          env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1",
-                               "OMP_NUM_THREADS": str(torch.get_num_threads())})  # the last bits depend on it
-    assert done.returncode == 0 and done.stdout.strip().endswith("same"), done.stderr[-2000:]
-    assert str(ROOT) not in done.stderr
+def test_a_folder_says_what_it_is(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    about = {"metric": "cosine", "n": 2, "repair": "hadamard", "stage": "calibrated"}
+    patches = {2: LinearPatch(P), 5: LinearPatch(P[0].clone())}
+    save_folder(Decoder(tiny()), tok_nobos(), variant("P", (1, 3, 4), patches, about), one, {"seed": 7})
+    save_folder(Decoder(tiny()), tok_nobos(), variant("pruned", (0,)), two, {})
+    content = origin(one)
+    assert content["format"] == "linearpatch/folder@2" and content["about"] == about and content["seed"] == 7
+    assert (content["removed"], content["kept"], content["runs"]) == ([1, 3, 4], [0, 2, 5], [[1, 2], [3, 5]])
+    assert content["patch_position"] == [0, 1] and content["removed_layers"] == [1, 3, 4]
+    assert find_model(str(one)).patched_after == [0, 1]
+    assert origin(two)["about"] == {"metric": None, "n": 1, "repair": "none", "stage": "pruned"}
+    assert origin(two)["patch_position"] is None and origin(tmp_path) == {}
 
 
 def test_our_loader_reads_a_patched_folder_and_needs_its_patch(tmp_path):
     from safetensors.torch import load_file, save_file
-    variant = patched_variant()
-    expected = logits_of(Decoder(tiny()), variant, ids())
-    save_folder(Decoder(tiny()), tok_nobos(), variant, tmp_path / "out", {})
+    patched = patched_variant()
+    expected = logits_of(Decoder(tiny()), patched, ids())
+    save_folder(Decoder(tiny()), tok_nobos(), patched, tmp_path / "out", {})
     decoder = load_decoder(find_model(str(tmp_path / "out")))
-    torch.testing.assert_close(logits_of(decoder, Variant("dense"), ids()), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits_of(decoder, variant(depth=4), ids()), expected, rtol=1e-5, atol=1e-5)
     bfloat16 = load_decoder(find_model(str(tmp_path / "out")), dtype="bfloat16")
     assert bfloat16.model.linear_patches[0].weight.dtype == torch.float32
     tensors = load_file(tmp_path / "out" / "model.safetensors")
@@ -216,9 +170,9 @@ def test_our_loader_reads_a_patched_folder_and_needs_its_patch(tmp_path):
 
 def test_patch_adds_no_error_to_a_bfloat16_model(folders):
     source = find_model(str(folders("llama")))
-    variant = patched_variant(weight=torch.eye(64) * 1.1)
+    patched = patched_variant(weight=torch.eye(64) * 1.1)
     errors = []
-    for v in (Variant("pruned", (2, 3)), variant):
+    for v in (variant("pruned", (2, 3)), patched):
         half, full = (logits_of(load_decoder(source, dtype=d), v, ids()) for d in ("bfloat16", "float32"))
         errors.append((half - full).abs().mean())
     assert 0 < errors[1] < 1.5 * errors[0]
@@ -228,16 +182,16 @@ def test_a_pattern_that_the_config_cannot_express_is_refused():
     decoder = Decoder(tiny("mistral"))
     decoder.layers[4].self_attn.sliding_window = 3  # as if computed from the layer's index
     with pytest.raises(UserError, match="layer 2 after the cut"):
-        cut(decoder, (2, 3))
+        cut(decoder, Layers(6, (2, 3)))
 
 
 def test_a_failed_save_leaves_the_old_folder(tmp_path, monkeypatch):
-    save_folder(Decoder(tiny()), tok_nobos(), Variant("pruned", (2, 3)), tmp_path / "out", {})
+    save_folder(Decoder(tiny()), tok_nobos(), variant("pruned", (2, 3)), tmp_path / "out", {})
     before = (tmp_path / "out" / "config.json").read_bytes()
     monkeypatch.setattr(type(tok_nobos()), "save_pretrained",
                         lambda *a, **k: (_ for _ in ()).throw(OSError(28, "full")))
     with pytest.raises(OSError):
-        save_folder(Decoder(tiny()), tok_nobos(), Variant("pruned", (1,)), tmp_path / "out", {})
+        save_folder(Decoder(tiny()), tok_nobos(), variant("pruned", (1,)), tmp_path / "out", {})
     assert (tmp_path / "out" / "config.json").read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 

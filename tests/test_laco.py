@@ -8,12 +8,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from tests.test_scripts import calibrate, ppl, prune, rows
+from tests.steps import calibrate, ppl, prune, rows
 from tests.tiny import ids, save, tiny, token_text
 from utils.artifacts import sha256_file
-from utils.errors import UserError
 from utils.baselines.laco import RDSC, Schedule, apply_merges, laco, merge_weights, mergeable
 from utils.decoder import Decoder
+from utils.errors import UserError
+from utils.model_folder import origin
 from utils.models import find_model, load_decoder
 
 IDS = ids(3, 12, seed=4)
@@ -133,8 +134,8 @@ def test_sweep_and_threshold_equal_whole_models(rdsc, schedule, n):
     model = tiny(num_hidden_layers=8, seed=3)
     selection, merges, threshold = laco(Decoder(copy.deepcopy(model)), IDS, n, rdsc, schedule, 2, progress=False)
     expected, attempts = naive_sweep(model, schedule, n, rdsc, threshold - 1e-6)  # it lies next to a cosine
-    assert [(m["host"], m["merged"]) for m in merges] == expected and len(selection.removed) == n
-    assert sorted(selection.order) == list(selection.removed)
+    assert [(m["host"], m["merged"]) for m in merges] == expected and len(selection.layers.removed) == n
+    assert sorted(selection.order) == list(selection.layers.removed)
     assert [(s["host"], s["merged"]) for s in selection.scores] == [a[:2] for a in attempts]
     for found, (_, _, score) in zip(selection.scores, attempts):
         assert found["score"] == pytest.approx(score, abs=1e-5) and found["accepted"] is (found["score"] > threshold)
@@ -151,7 +152,7 @@ def test_the_model_is_not_changed_by_the_search():
 
 def test_no_op_layers_go_first_and_cost_nothing():
     selection, merges, _ = laco(Decoder(tiny(no_ops=(3, 4))), IDS, 2, "remove", Schedule(3, 1, 5, 1), progress=False)
-    assert selection.removed == (3, 4) and merges == [{"host": 2, "merged": [3, 4]}]
+    assert selection.layers.removed == (3, 4) and merges == [{"host": 2, "merged": [3, 4]}]
     assert selection.scores[-1]["score"] == pytest.approx(1, abs=1e-6)
 
 
@@ -159,7 +160,7 @@ def test_a_threshold_of_ones_own_stops_short_with_an_error():
     with pytest.raises(UserError, match="0 of 3 layers could be merged"):
         laco(Decoder(tiny()), IDS, 3, schedule=Schedule(2, 1, 5, 1, threshold=1.0), progress=False)
     selection, _, threshold = laco(Decoder(tiny()), IDS, 3, schedule=Schedule(2, 1, 5, 1, -1.0), progress=False)
-    assert selection.removed == (3, 4, 5) and threshold == -1 and all(a["accepted"] for a in selection.scores)
+    assert selection.layers.removed == (3, 4, 5) and threshold == -1 and all(a["accepted"] for a in selection.scores)
 
 
 def test_gaps_that_the_interval_leaves_are_reported():
@@ -184,9 +185,11 @@ def test_the_folder_is_a_plain_model_with_the_merged_weights(script, folders, tm
     code, out, _ = prune(script, folder, tmp_path, text, *LACO, "--rdsc", rdsc, "--save-model", tmp_path / "merged")
     assert code == 0 and "threshold" in out and {p.name: sha256_file(p) for p in folder.iterdir()} == before
     selection = json.loads((tmp_path / "selection.json").read_text())
-    assert {"model", "metric", "n_prune", "removed", "kept", "runs", "order", "scores", "parameters", "calibration",
-            "recipe", "provenance", "merges", "threshold", "rdsc"} <= set(selection)
-    assert selection["n_prune"] == len(selection["removed"]) == 2 and selection["parameters"]["patch"] == 0
+    assert {"model", "about", "removed", "kept", "runs", "order", "scores", "parameters", "calibration", "recipe",
+            "provenance", "merges", "threshold", "rdsc"} <= set(selection)
+    about = {"metric": "laco", "n": 2, "repair": "none", "stage": "merged"}
+    assert selection["about"] == origin(tmp_path / "merged")["about"] == about
+    assert len(selection["removed"]) == 2 and selection["parameters"]["patch"] == 0
     merges = [(merge["host"], merge["merged"]) for merge in selection["merges"]]
     source = load_decoder(find_model(str(folder))).model
     merged, info = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
@@ -197,7 +200,8 @@ def test_the_folder_is_a_plain_model_with_the_merged_weights(script, folders, tm
         expected = whole_model(source, merges, rdsc)(IDS, use_cache=False).logits
         torch.testing.assert_close(merged(IDS).logits, expected, rtol=1e-5, atol=1e-5)
     assert (tmp_path / "merged" / "modeling_linearpatch.py").exists() is False
-    assert ppl(script, tmp_path / "merged", tmp_path, text)[0] == 0
+    assert ppl(script, tmp_path / "merged", tmp_path, text, "--no-dense", "--patch", "mine=dense")[0] == 0
+    assert rows(tmp_path)["mine"]["about"] == about
 
 
 def test_a_selection_without_its_weights_is_refused_and_a_removal_is_not(script, folders, tmp_path, text):
