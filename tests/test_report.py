@@ -34,11 +34,18 @@ ABOUT = {"dense": about(None, 0, stage="dense"), "vanilla": about("cosine", 2), 
          "own": about("list", 2, "hadamard", "calibrated")}
 
 
-def ppl_row(variant, about, ppl, removed, losses, dataset="wiki", **more):
-    """A row whose interval is 1 % to either side."""
-    return {"variant": variant, "about": about, "dataset": dataset, "ppl": ppl, "ppl_ci95": [0.99 * ppl, 1.01 * ppl],
-            "seq_len": 32, "windows": 4, "removed": removed, "window_nll": losses, "corpus": CORPUS, "dtype": "float32",
-            **more}
+def row(variant, about, removed=(), **more):
+    return {"variant": variant, "about": about, "removed": list(removed), "dtype": "float32",
+            "sha256": f"{16 * '0'}:{16 * '0'}", **more}
+
+
+def ppl_row(variant, about, ppl, removed=(), dataset="wiki", windows=4, **more):
+    """A row whose windows have equal losses and whose interval is 1 % to either side."""
+    loss = math.log(ppl)
+    return row(variant, about, removed, dataset=dataset, split="test", ppl=ppl, nll_mean=loss, nll_stderr=0.0,
+               ppl_ci95=[0.99 * ppl, 1.01 * ppl], ratio_to_reference=1.0, ratio_ci95=None, reference="dense",
+               windows=windows, seq_len=32, scored_tokens=124, dropped_tokens=0, bos="stream", corpus=CORPUS,
+               window_nll=windows * [loss]) | more
 
 
 def write_selection(path, about, removed):
@@ -72,7 +79,7 @@ def run_folder(tmp_path):
     for name, loss in LOSSES.items():
         removed = [] if name == "dense" else [3, 4] if name.startswith("sleb") else [2, 3]
         variant = name if name in ("dense", "own") else f"{name}-n2"
-        results.append(ppl_row(variant, ABOUT[name], math.exp(loss), removed, [loss, loss, loss]))
+        results.append(ppl_row(variant, ABOUT[name], math.exp(loss), removed))
     write_json(tmp_path / "ppl.json", "ppl", {"model": IDENTITY, "results": results, "provenance": WORK})
     return tmp_path
 
@@ -106,8 +113,8 @@ def test_three_metrics_stand_side_by_side(run_folder):
     assert "side by side" not in write_report(run_folder)  # two
     content = json.loads((run_folder / "ppl.json").read_text())
     write_selection(run_folder / "n2" / "mag+" / "selection.json", about("mag+", 2), [0, 1])
-    row = ppl_row("mag+-n2", about("mag+", 2), 99.0, [0, 1], [4.0, 4.0])
-    (run_folder / "ppl.json").write_text(json.dumps({**content, "results": [*content["results"], row]}))
+    new = ppl_row("mag+-n2", about("mag+", 2), 99.0, [0, 1])
+    (run_folder / "ppl.json").write_text(json.dumps({**content, "results": [*content["results"], new]}))
     part = write_report(run_folder).split("## Selection metrics side by side")[1].split("\n## ")[0]
     assert [line for line in part.splitlines() if line.startswith("| 2 ")] == [
         "| 2 | cosine | 2, 3 | 33.12 | 24.53 |", "| 2 | mag+ | 0, 1 | 99.00 | - |",
@@ -130,8 +137,8 @@ def test_names_say_nothing_but_which_row_it_is(run_folder):
 def test_of_another_model_only_narrowed_layers_are_rows(run_folder):
     other = {**IDENTITY, "fingerprint": "f" * 64}
     for stage, shown in (("narrowed", True), ("dense", False)):
-        row = ppl_row("llm-pruner-n2", about("llm-pruner", 2, stage=stage), 77.0, [], [4.0, 4.0])
-        write_json(run_folder / "ppl_other.json", "ppl", {"model": other, "results": [row], "provenance": WORK})
+        own = ppl_row("llm-pruner-n2", about("llm-pruner", 2, stage=stage), 77.0)
+        write_json(run_folder / "ppl_other.json", "ppl", {"model": other, "results": [own], "provenance": WORK})
         assert ("| 2 | LLM-Pruner | ours | 77.00" in write_report(run_folder)) == shown
 
 
@@ -231,15 +238,12 @@ TABLE_15 = next(table for table in TABLES if table.names == (15,))
 def papers_own_run(folder, model, changes=None):
     """A run directory whose perplexities are the paper's own for table 15, but for `changes`."""
     results, n = [], depths(TABLE_15, model)[0]
-    for row in (DENSE, *TABLE_15.rows):
-        variant = row.variant(n)
-        for dataset, value in (find(TABLE_15, model, 0 if row is DENSE else n, row) or {}).items():
+    for method in (DENSE, *TABLE_15.rows):
+        variant, own = method.variant(n), ABOUT["dense"] if method is DENSE else about("x", n, stage="merged")
+        for dataset, value in (find(TABLE_15, model, own["n"], method) or {}).items():
             if dataset in PERPLEXITY:
                 value = (changes or {}).get((variant, dataset), value)
-                own = about("x", n, stage="other") if row is not DENSE else ABOUT["dense"]
-                results.append(ppl_row(variant, own, value, [] if row is DENSE else list(range(n)), [1.0, 2.0], dataset,
-                                       seq_len=2048, windows=100,
-                                       corpus={**CORPUS, "windows": 100, "windows_available": 100}))
+                results.append(ppl_row(variant, own, value, range(own["n"]), dataset, windows=9, seq_len=2048))
     identity = {**IDENTITY, "label": model, "num_layers": 32, "hidden_size": 4096}
     write_json(folder / model / "ppl.json", "ppl", {"model": identity, "results": results, "provenance": WORK})
     return folder / model
@@ -272,16 +276,17 @@ def answers(run_folder):
     """The same with two tasks of 10 questions and four groups of MMLU for dense, P and 'own'."""
     results, summary, subjects, groups = [], [], [], []
     for variant, name, share in (("dense", "dense", 0.8), ("P-n2", "P", 0.6), ("own", "own", 0.5)):
-        results += [{"variant": variant, "about": ABOUT[name], "task": task, "metric": "acc", "value": share, "n": 10,
-                     "acc_stderr": 0.1} for task in ("piqa", "copa")]
+        items = round(10 * share) * "1" + round(10 - 10 * share) * "0"
+        results += [row(variant, ABOUT[name], task=task, n=10, metric="acc", value=share, acc=share, acc_stderr=0.1,
+                        acc_items=items, prompt_sha1="0") for task in ("piqa", "copa")]
         summary.append({"variant": variant, "tasks": ["piqa", "copa"], "average": share,
                         "retained_performance": 125 * share})
-        subjects += [{"variant": variant, "about": ABOUT[name], "subject": group, "category": group, "n": 10,
-                      "accuracy": share} for group in list(MMLU.values())[:4]]
+        subjects += [row(variant, ABOUT[name], subject=group, category=group, n=10, accuracy=share, stderr=0.1,
+                         items=items, predicted={"A": 10, "B": 0, "C": 0, "D": 0}) for group in list(MMLU.values())[:4]]
         groups.append({"variant": variant, "n": 40, **dict.fromkeys(MMLU.values(), share)})
     content = {"model": IDENTITY, "provenance": WORK}
-    write_json(run_folder / "qa.json", "qa", {**content, "results": results, "summary": summary, "harness": "a harness",
-                                              "bos": "no BOS"})
+    write_json(run_folder / "qa.json", "qa", {**content, "results": results, "summary": summary, "paired": [],
+                                              "harness": "a harness", "bos": "no BOS"})
     write_json(run_folder / "mmlu.json", "mmlu", {**content, "results": subjects, "summary": groups,
                                                   "answer_tokens": {"convention": "letters", "ids": [1, 2, 3, 4]}})
     return run_folder
@@ -310,7 +315,7 @@ def test_missing_parts_give_a_partial_report(run_folder, gone):
 
 def test_files_of_other_models_and_damaged_ones_never_mix_in(run_folder):
     good, content = write_report(run_folder), json.loads((run_folder / "ppl.json").read_text())
-    wrong = [{**row, "ppl": 9.99, "ppl_ci95": [9.0, 10.0]} for row in content["results"]]
+    wrong = [ppl_row(row["variant"], row["about"], 9.99, row["removed"]) for row in content["results"]]
     foreign = {**content, "model": {**content["model"], "fingerprint": "f" * 64}, "results": wrong}
     (run_folder / "zzz.json").write_text(json.dumps(foreign))
     assert "9.99" not in write_report(run_folder)
