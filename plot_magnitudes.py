@@ -269,7 +269,8 @@ def plan_2(inputs):
 
     def compute():
         rows = []
-        for found in token_scaling_spread(inputs.session.decoder, ids, runs, rotated, keep=SAMPLED, seed=inputs.args.seed):
+        spreads = token_scaling_spread(inputs.session.decoder, ids, runs, rotated, keep=SAMPLED, seed=inputs.args.seed)
+        for found in spreads:
             for basis, suffix in (("raw", ""), ("rotated", "_rotated")):
                 logs = numpy.log10(found["values" + suffix].double().numpy())
                 if len(logs) < 2 or numpy.ptp(logs) == 0:

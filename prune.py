@@ -188,7 +188,7 @@ def progress_path(args):
 
 def go_on(args, recipe, evidence, legal):
     """Let a search write its rounds beside --out as they are finished, and go on from those of a killed call."""
-    path, recipe = progress_path(args), {**recipe, "n_prune": None}  # a search for fewer layers is the start of this one
+    path, recipe = progress_path(args), {**recipe, "n_prune": None}  # one for fewer layers is its start
     evidence.after_round = lambda rounds: write_json(path, "progress", {"recipe": recipe, "rounds": rounds})
     if path.exists() and not args.force:
         found = read_json(path, "progress")

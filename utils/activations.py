@@ -166,8 +166,8 @@ def token_scaling_spread(decoder, input_ids, runs, rotation, progress=True, keep
     generator = torch.Generator().manual_seed(seed)
     wanted = {index for run in runs for index in run}
     for ids in tqdm(input_ids.split(1), desc="sigma_d", unit="window", disable=not progress):
-        states = {index: hidden[0].float() for index, hidden in decoder.states(decoder.inputs(ids), max(wanted, default=0))
-                  if index in wanted}
+        passed = decoder.states(decoder.inputs(ids), max(wanted, default=0))
+        states = {index: hidden[0].float() for index, hidden in passed if index in wanted}
         for total, some, (start, end) in zip(totals, kept, runs):
             for suffix, change in (("", lambda x: x), ("_rotated", rotation.apply)):
                 before, after = change(states[start]).abs(), change(states[end]).abs()
@@ -208,7 +208,8 @@ def layer_states(decoder, input_ids, batch_size, wanted):
     result = []
     for ids in input_ids.split(batch_size):
         batch = decoder.inputs(ids)
-        result.append((batch, {index: hidden for index, hidden in decoder.states(batch, wanted[-1]) if index in wanted}))
+        states = decoder.states(batch, wanted[-1])
+        result.append((batch, {index: hidden for index, hidden in states if index in wanted}))
     return result
 
 

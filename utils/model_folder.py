@@ -147,7 +147,7 @@ def save_folder(decoder, tokenizer, variant, folder, more):
     """Write `variant` as a complete model folder, atomically; the decoder's model is cut in place.
 
     config, safetensors, tokenizer, generation config, and linearpatch.json with the layer lists, the variant's `about`,
-    where patches sit, and `more`. With patches or narrow layers also modeling_linearpatch.py: the folder then loads with
+    where patches sit, and `more`. With patches or narrow layers also modeling_linearpatch.py: it then loads with
     trust_remote_code=True only. What lies at `folder` is replaced: cli.check_outputs says what may be. Raises
     UserError on what cannot be saved.
     """

@@ -73,6 +73,7 @@ class Folder(Schema):
 
     about: About
     removed: list[Count]
+    base_model: Identity = None
 
 
 class Stats(Schema):
@@ -246,7 +247,8 @@ class Figure(Schema):
     csv_sha256: Sha256
 
 
-SCHEMAS = {"folder": Folder, "selection": Selection, "patch": Patch, "stats": Stats, "progress": Progress, "checkpoint": Checkpoint,
+SCHEMAS = {"folder": Folder, "selection": Selection, "patch": Patch, "stats": Stats, "progress": Progress,
+           "checkpoint": Checkpoint,
            "teacher": Teacher, "ppl": Ppl, "qa": Qa, "mmlu": Mmlu, "overhead": Overhead, "figure": Figure}
 
 

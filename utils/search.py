@@ -76,8 +76,9 @@ def greedy(decoder, objective, n_prune, first=0, last=0, repair=unrepaired, roun
     with tqdm(total=sum(work), initial=sum(work[:len(rounds)]), desc="greedy", unit="run", disable=not progress) as bar:
         while len(rounds) < n_prune:
             removed = [done["layer"] for done in rounds]
-            variants = {layer: without(depth, [*removed, layer], repair) for layer in _open(depth, removed, first, last)}
-            race = _Race(decoder, objective, variants, _promising(list(variants), rounds), bar)
+            candidates = _open(depth, removed, first, last)
+            variants = {layer: without(depth, [*removed, layer], repair) for layer in candidates}
+            race = _Race(decoder, objective, variants, _promising(candidates, rounds), bar)
             layer = race.winner()
             bar.update(sum(work[:len(rounds) + 1]) - bar.n)  # what was given up
             rounds.append({"layer": layer, "scores": race.scores(len(rounds) + 1)})
@@ -100,7 +101,7 @@ def rounds_of(selection):
 
 
 def checked_rounds(rounds, depth, first, last, path):
-    """Finished rounds of a greedy search, if each removed its best candidate. Raises UserError when they are damaged."""
+    """Finished rounds of a greedy search, if each removed its best candidate. UserError when they are damaged."""
     removed = []
     try:
         for done in rounds:

@@ -83,8 +83,8 @@ class Session:
         if (part, samples) not in self._windows:
             self.check_seq_len(args.seq_len)
             self._windows[part, samples] = calibration_windows(
-                args.calib_data or self.corpora[0], self.tokenizer, samples, args.seq_len, seed=args.seed, sampling=args.calib_sampling,
-                data_dir=args.data_dir, part=part)
+                args.calib_data or self.corpora[0], self.tokenizer, samples, args.seq_len, seed=args.seed,
+                sampling=args.calib_sampling, data_dir=args.data_dir, part=part)
         return self._windows[part, samples]
 
     def stats(self, path, order="released"):

@@ -1,4 +1,4 @@
-"""The training loop of distillation: AdamW with a cosine rate, validations, and checkpoints to go on from bit for bit."""
+"""The training loop of distillation: AdamW with a cosine rate, validations, checkpoints to go on from bit for bit."""
 
 import math
 import time
@@ -75,7 +75,8 @@ class Trainer:
             print(f"{self.path}: made with another {differing}; starting anew")
             return
         wanted = {f"{name}.{number}" for number in range(len(self.parameters))
-                  for name in ("parameter", "exp_avg", "exp_avg_sq", "step")} | {f"best.{name}" for name in self.best[1]}
+                  for name in ("parameter", "exp_avg", "exp_avg_sq", "step")}
+        wanted |= {f"best.{name}" for name in self.best[1]}
         if "best" not in header or set(tensors) != wanted:
             print(f"{self.path}: is damaged; starting anew")
             return
