@@ -371,16 +371,3 @@ def test_smaller_n_of_one_call_equal_calls_of_their_own(script, folders, tmp_pat
                 tmp_path / metric / f"n{n}" / "selection.json", tmp_path / "alone.json"))
             assert all(together[name] == alone[name] for name in ("removed", "order", "scores", "recipe")), (metric, n)
         assert not list((tmp_path / metric).glob("nn")) and not list((tmp_path / metric).glob("**/*progress*"))
-
-
-def test_an_edited_search_is_refused(script, folders, tmp_path, text):
-    out = tmp_path / "{n}.json"
-    common = ("--model", folders("llama"), "--metric", "sleb", "--calib-data", text, *CALIB, "--out", out)
-    assert script("prune", *common, "--n-prune", 3)[0] == 0
-    stored = tmp_path / "3.json"
-    content = json.loads(stored.read_text())
-    for change in ({"order": content["order"][::-1]}, {"scores": []},
-                   {"scores": [{**row, "round": 9} for row in content["scores"]]}):
-        stored.write_text(json.dumps({**content, **change}))
-        code, _, err = script("prune", *common, "--n-prune", 3, 1)
-        assert code == 2 and "damaged" in err and not (tmp_path / "1.json").exists(), change
