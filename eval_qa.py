@@ -87,9 +87,8 @@ def main():
 
 def read_dense(path, source):
     """Rows of the dense variant of another qa.json, made for this model or the one that a saved folder came from."""
-    content, base = read_json(path, "qa"), origin(source.folder).get("base_model")
-    known = (source.fingerprint, base.get("fingerprint") if isinstance(base, dict) else None)
-    if content["model"]["fingerprint"] not in known:
+    content, base = read_json(path, "qa"), origin(source.folder).get("base_model", {})
+    if content["model"]["fingerprint"] not in (source.fingerprint, base.get("fingerprint")):
         raise UserError(f"{path}: made for another model ({content['model']['label']}), so its dense row is no "
                         f"reference for {source.label}")
     rows = [row for row in content["results"] if row["variant"] == "dense"]

@@ -33,7 +33,7 @@ def arguments():
     which.add_argument("--layers", help="or: explicit list, for instance 23-29 or 3,5,7 (0-based, ends included); "
                                         "paper or paper:METHOD takes table 7, with --n-prune where it has several")
     p.add_argument("--metric", choices=METHODS, default="cosine", metavar="METRIC",
-                   help="; ".join(f"{name}: {method.help}" for name, method in METHODS.items()))
+                   help="; ".join(f"{name}: {method.help}" for name, method in METHODS.items()) + ". " + calibrations())
     for place, name in enumerate(("first", "last")):
         defaults = ", ".join(f"{metric.name} {metric.protect[place]}" for metric in METRICS.values())
         p.add_argument(f"--protect-{name}", type=cli.non_negative,
@@ -51,6 +51,16 @@ def arguments():
     for name, published in (PAPER if args.layers else METHODS[args.metric].calibration).items():
         setattr(args, name, published if getattr(args, name) is None else getattr(args, name))
     return args
+
+
+def calibrations():
+    """The published calibrations of METHODS, which are the defaults, in words."""
+    names = {}
+    for name, method in METHODS.items():
+        flags = " ".join(f"--{flag.replace('_', '-')} {value}" for flag, value in method.calibration.items())
+        names.setdefault(flags, []).append(name)
+    return "Published calibrations, the defaults: " + "; ".join(
+        f"{flags} for {', '.join(found)}" for flags, found in names.items())
 
 
 def check_flags(p, args):

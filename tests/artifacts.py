@@ -65,5 +65,6 @@ GOOD = {
              "answer_tokens": {"convention": "bare", "ids": [1, 2, 3, 4]}},
     "overhead": {"model": identity(), "recipe": RECIPE,
                  "results": [{"title": "t", "head": ["a", "b"], "rows": [["x", 1]], "text": "."}]},
+    "folder": {"about": ABOUT, "removed": [2, 3], "base_model": identity()},
     "figure": {"figure": "4", "recipe": RECIPE, "csv_sha256": "0" * 64},
 }

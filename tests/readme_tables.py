@@ -10,7 +10,7 @@ from utils.baselines import BASELINES
 from utils.data.corpora import corpora_table
 from utils.metrics import METRICS
 from utils.models import PRESETS
-from utils.paper.experiments import DEPTHS
+from utils.paper.experiments import PRESETS as SIZES
 from utils.repairs import REPAIRS
 
 README = Path(__file__).resolve().parent.parent / "README.md"
@@ -39,7 +39,7 @@ def corpora():
 
 
 def presets():
-    rows = [(f"`{name}`", model, ", ".join(map(str, DEPTHS[name]["every"]))) for name, model in PRESETS.items()]
+    rows = [(f"`{name}`", model, ", ".join(map(str, SIZES[name]["every"]))) for name, model in PRESETS.items()]
     return ("preset", "model", "numbers of removed layers in its tables"), rows
 
 

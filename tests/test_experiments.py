@@ -1,19 +1,20 @@
-"""The table of experiments: every target's commands against the scripts' own parsers, and its rows against the paper."""
+"""The experiments: every target's commands against the scripts' own parsers, rows against the paper's data."""
 
 import importlib
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
 from utils.paper import experiments
-from utils.paper.experiments import COSINE, DENSE, DEPTHS, EMBEDDED, FT, GROUPS, TABLES, TARGETS, Plan, Row, Table, \
+from utils.paper.experiments import COSINE, DENSE, PRESETS, EMBEDDED, FT, GROUPS, TABLES, TARGETS, Plan, Row, Table, \
     distil, paper, sizes
 from utils.paper.verdicts import depths, misprints
 
-MODELS = list(DEPTHS)
+MODELS = list(PRESETS)
 
 
 def plan(model, *targets, **options):
@@ -21,7 +22,7 @@ def plan(model, *targets, **options):
 
 
 def lines(*arguments, **options):
-    return [command.without(()) for group in plan(*arguments, **options).groups for command in group]
+    return [command.text() for group in plan(*arguments, **options).groups for command in group]
 
 
 @pytest.fixture(autouse=True)
@@ -48,9 +49,22 @@ def test_every_command_of_every_target_names_existing_scripts_and_flags(monkeypa
 def test_what_a_command_reads_is_made_by_one_before_it(model, target):
     made, everything = set(), {file for group in plan(model).groups for command in group for file in command.makes}
     for command in (command for group in plan(model, target, local_data=True).groups for command in group):
-        read = {word.rpartition("=")[2] for word in shlex.split(command.without(()))} & everything
+        read = {word.rpartition("=")[2] for word in shlex.split(command.text())} & everything
         assert read - set(command.makes) <= made, command.line
+        assert not made & set(command.makes)
         made |= set(command.makes)
+
+
+def test_patches_lie_beside_the_selections_that_they_are_made_for():
+    seen = 0
+    for command in (command for group in plan("llama2-7b").groups for command in group):
+        words = shlex.split(command.line)
+        if words[1] == "calibrate.py" and "--out" not in words:
+            files = [word for word in words if word.endswith("/selection.json")]
+            folders = {Path(file).parent for file in command.makes}
+            assert {Path(file).parent for file in files} == folders and len(files) == len(folders) == 2
+            seen += 1
+    assert seen == 12  # the block of cosine and eleven metrics
 
 
 def test_a_name_stands_for_one_file_and_a_file_for_one_name():
@@ -78,8 +92,7 @@ def test_the_papers_sizes_for_the_papers_models():
     assert "--calib-samples 128 --seq-len 2048" in found and "--train-samples 5000" in found
     assert "--datasets wikitext2 c4 ptb --seq-len 2048 --add --out" in found and "--limit-windows" not in found
     assert "--n-prune 9 7 --calib-data wikitext2" in found and "--out runs/llama2-7b/n{n}/selection.json" in found
-    windows = [shlex.split(line)[shlex.split(line).index("--calib-samples") + 1] for line in lines("llama2-7b", "table8")
-               if "stats_4x" in line]
+    windows = [line.split("--calib-samples ")[1].split()[0] for line in lines("llama2-7b", "table8") if "_4x" in line]
     assert windows == ["512", "64", "256"]  # the first statistics hold those of fewer windows
     small = "\n".join(lines("llama2-7b", small=True))
     assert not any(size in small for size in ("2048", "5000", "2500", "7500", "--calib-samples 10 "))
@@ -101,12 +114,13 @@ def test_figure_4_shows_every_model_that_has_been_run(tmp_path):
     found = [c.line for group in Plan(["fig4"], sizes("me", "runs/me")).groups for c in group if "--figure 4" in c.line]
     assert found == ["python plot_magnitudes.py --stats me=runs/me/stats.safetensors one=runs/one/stats.safetensors "
                      "--figure 4 --selection n3=runs/me/n3/selection.json n5=runs/me/n5/selection.json "
-                     "n7=runs/me/n7/selection.json one/n3/selection.json=runs/one/n3/selection.json --out runs/me/figures"]
+                     "n7=runs/me/n7/selection.json one/n3/selection.json=runs/one/n3/selection.json "
+                     "--out runs/me/figures"]
 
 
 def test_a_model_with_spaces_in_its_path_is_one_word():
     for command in Plan(["table1"], sizes("/a b/c 'd'", "runs/c")).groups[0]:
-        words = shlex.split(command.without(()))
+        words = shlex.split(command.text())
         assert "--model" not in words or words[words.index("--model") + 1] in ("/a b/c 'd'", *(
             f"runs/c/n{n}/llm-pruner/model" for n in (3, 5, 7)))
 
@@ -117,15 +131,15 @@ def test_a_new_target_is_one_entry(monkeypatch):
     monkeypatch.setattr(experiments, "GROUPS", (*GROUPS, (new,)))
     assert [line.split()[1] for line in lines("llama2-7b", "mine")] == [
         "prune.py", "calibrate.py", "distill.py", "eval_ppl.py", "-m"]
-    assert "--selection vanilla-n7=runs/llama2-7b/n7/selection.json --patch top7-n7=runs/llama2-7b/n7/top7.safetensors" \
-        in lines("llama2-7b", "mine")[-2]
+    evaluation, folder = lines("llama2-7b", "mine")[-2], "runs/llama2-7b/n7"
+    assert f"--selection vanilla-n7={folder}/selection.json --patch top7-n7={folder}/top7.safetensors" in evaluation
 
 
 def test_an_evaluation_does_without_missing_files_and_keeps_the_rest():
     command = plan("llama2-7b", "table5").groups[0][3]
-    assert command.without({"runs/llama2-7b/n9/FT.safetensors"}) == command.without(()).replace(
+    assert command.text({"runs/llama2-7b/n9/FT.safetensors"}) == command.text().replace(
         f" FT-n9=runs/llama2-7b/n9/{FT.name}.safetensors", "")
-    assert " --patch" not in command.without(set(command.variants.values()) - {"runs/llama2-7b/n9/selection.json"})
+    assert " --patch" not in command.text(set(command.variants.values()) - {"runs/llama2-7b/n9/selection.json"})
 
 
 def test_every_row_of_every_table_is_tied_to_the_papers_data():
@@ -142,7 +156,7 @@ def test_every_row_of_every_table_is_tied_to_the_papers_data():
 def test_every_number_of_layers_of_the_paper_is_run():
     for table in TABLES:
         for model in MODELS[1:]:
-            at = DEPTHS[model][table.at]
+            at = PRESETS[model][table.at]
             assert set(depths(table, model)) <= set(at if table.at == "every" else (at,))
 
 

@@ -12,21 +12,26 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 from PIL import Image
 
+from tests.artifacts import identity, ppl_row
 from tests.steps import CALIB, calibrate, prune
-from tests.test_activations import plain_states
-from tests.tiny import save, tiny
+from tests.tiny import plain_states, save, tiny
 from tests.tokenizers_for_tests import tok_nobos
 from utils import figures
 from utils.artifacts import read_tensors, write_json
 from utils.data.windows import calibration_windows
 from utils.errors import UserError, WorkError
 from utils.hadamard import rotation
-from utils.patch import write_patch
+from utils.repairs import write_patch
 
 NAMES = ("1a", "1b", "2", "4", "massive", "similarity", "d", "metrics")
-RESULTS = [{"variant": name, "dataset": dataset, "ppl": value} for dataset in ("wiki", "news") for name, value in (
-    ("dense", 20.0), ("vanilla-n3", 50.0), ("P-n3", 45.0), ("sleb-n3", 40.0), ("sleb+P-n3", 39.0), ("taylor+-n3", 90.0),
-    ("taylor++P-n3", 60.0), ("d-n3", 46.0), ("mine", 1.0))]
+RESULTS = [ppl_row(f"row {number}", dataset, value, about=dict(metric=metric, n=3, repair=repair, stage=stage))
+           for dataset in ("wiki", "news") for number, (metric, repair, stage, value) in enumerate((
+               ("cosine", "none", "pruned", 50.0), ("cosine", "hadamard", "calibrated", 45.0),
+               ("sleb", "none", "pruned", 40.0), ("sleb", "hadamard", "calibrated", 39.0),
+               ("taylor+", "none", "pruned", 90.0), ("taylor+", "hadamard", "calibrated", 60.0),
+               ("cosine", "diagonal", "calibrated", 46.0), ("cosine", "hadamard", "distilled", 30.0),
+               ("list", "none", "pruned", 1.0)))]
+RESULTS.insert(0, ppl_row("dense", "wiki", 20.0))
 FROM_STATS = ("4", "similarity", "d")
 
 
@@ -46,12 +51,12 @@ def run(script, folders, tmp_path, text, artifacts, monkeypatch):
     if not artifacts:
         assert prune(script, folder, tmp_path, text, "--layers", "2-3")[0] == 0
         assert calibrate(script, folder, tmp_path, text, name="P.safetensors")[0] == 0
-        assert calibrate(script, folder, tmp_path, text, "--scaling", "diagonal", name="d.safetensors")[0] == 0
+        assert calibrate(script, folder, tmp_path, text, "--repair", "diagonal", name="d.safetensors")[0] == 0
         artifacts.update({path.name: path.read_bytes() for path in tmp_path.iterdir() if path != text})
     for name, content in artifacts.items():
         (tmp_path / name).write_bytes(content)
-    identity = json.loads((tmp_path / "selection.json").read_text())["model"]
-    write_json(tmp_path / "ppl.json", "ppl", {"model": identity, "results": RESULTS})
+    model_of = json.loads((tmp_path / "selection.json").read_text())["model"]
+    write_json(tmp_path / "ppl.json", "ppl", {"model": model_of, "results": RESULTS})
 
     def call(*flags, figure, out="figures", model=folder, stats=True, selection=True, patch=True, results=True,
              draw=False):
@@ -98,7 +103,7 @@ def test_every_figure_is_written_in_three_formats_and_the_same_twice(run, tmp_pa
     assert sorted(path.name for path in (tmp_path / "one").iterdir()) == sorted(
         f"figure_{name}.{ending}" for name in NAMES for ending in ("png", "pdf", "csv", "json"))
     content = json.loads((tmp_path / "one" / "figure_2.json").read_text())
-    assert content["format"] == "linearpatch/figure@1" and {"versions", "git_commit"} <= set(content["provenance"])
+    assert content["format"] == "linearpatch/figure@2" and {"versions", "git_commit"} <= set(content["provenance"])
 
 
 def test_what_stats_hold_is_drawn_without_weights(run, tmp_path, windows, monkeypatch):
@@ -147,8 +152,8 @@ def test_figure_1a_is_what_the_layers_of_each_model_read(run, tmp_path, windows)
     high = dense.quantile(0.9, 1).numpy()
     assert numbers(rows, "high", panel="depth", curve="dense") == pytest.approx(high, rel=1e-5)
     scales = {name: read_tensors(tmp_path / f"{name}.safetensors", "patch")[1]["run0.d"] for name in ("d", "P")}
-    turn = rotation(64).matrix().float()
-    matrices = {"pruned": torch.eye(64), "d": scales["d"].diag(), "P": turn @ scales["P"].diag() @ turn.T}
+    matrix = rotation(64).matrix().float()
+    matrices = {"pruned": torch.eye(64), "d": scales["d"].diag(), "P": matrix @ scales["P"].diag() @ matrix.T}
     for curve, matrix in matrices.items():
         read = patched_states(matrix, ids).abs().mean((1, 2))
         assert numbers(rows, "x", panel="depth", curve=curve).tolist() == [0, 1, 4, 5, 6]
@@ -420,9 +425,11 @@ def test_tables_survive_their_file_and_non_finite_numbers_do_not(tmp_path):
 def test_metrics_takes_its_rows_from_the_results_alone(run, tmp_path, monkeypatch):
     monkeypatch.setattr("utils.session.load_decoder", lambda *args, **kwargs: pytest.fail("weights were loaded"))
     assert run(figure=["metrics"], model=None)[0] == 0
-    found = {(row["name"], row["n"], row["item"]): float(row["ppl"]) for row in table(tmp_path / "figures", "metrics")}
+    rows = table(tmp_path / "figures", "metrics")
+    found = {(row["name"], row["n"], row["item"]): pytest.approx(float(row["ppl"])) for row in rows}
+    assert len(rows) == len(found)
     assert found == {("cosine", "3", "alone"): 50.0, ("cosine", "3", "patched"): 45.0, ("sleb", "3", "alone"): 40.0,
                      ("sleb", "3", "patched"): 39.0, ("taylor+", "3", "alone"): 90.0, ("taylor+", "3", "patched"): 60.0}
-    write_json(tmp_path / "ppl.json", "ppl", {"model": {"label": "tiny"}, "results": RESULTS[-1:]})
+    write_json(tmp_path / "ppl.json", "ppl", {"model": identity(), "results": RESULTS[-1:]})
     code, _, err = run("--results", tmp_path / "ppl.json", figure=["metrics"], model=None, out="empty", results=False)
-    assert code == 2 and "METRIC-nN" in err and not (tmp_path / "empty").exists()
+    assert code == 2 and "no pruned variant" in err and not (tmp_path / "empty").exists()

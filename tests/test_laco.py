@@ -187,7 +187,8 @@ def test_the_folder_is_a_plain_model_with_the_merged_weights(script, folders, tm
     selection = json.loads((tmp_path / "selection.json").read_text())
     assert {"model", "about", "removed", "kept", "runs", "order", "scores", "parameters", "calibration", "recipe",
             "provenance", "merges", "threshold", "rdsc"} <= set(selection)
-    about = {"metric": "laco", "n": 2, "repair": "none", "stage": "merged"}
+    about = {"metric": "laco", "n": 2, "repair": "none",
+             "stage": "pruned" if rdsc == "remove" else "merged"}
     assert selection["about"] == origin(tmp_path / "merged")["about"] == about
     assert len(selection["removed"]) == 2 and selection["parameters"]["patch"] == 0
     merges = [(merge["host"], merge["merged"]) for merge in selection["merges"]]

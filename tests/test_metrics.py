@@ -1,51 +1,81 @@
-"""Metrics by loss, gradients and weights against plain computations: whole models without the layers, full backward."""
+"""Metrics against plain computations, what they keep, and prune.py with each of them; a metric is one function."""
 
 import json
+import sys
 import weakref
 
 import pytest
 import torch
 
-from tests.steps import prune
-from tests.tiny import FAMILIES, ids, tiny, token_text
+from tests.steps import CALIB, prune
+from tests.tiny import FAMILIES, ids, patch_of, plain_states, tiny, token_text, variant
 from tests.tokenizers_for_tests import tok_nobos
-from utils import search as removal
-from utils.activations import collect
+from utils.activations import Stats, collect
 from utils.data.windows import calibration_windows, describe
-from utils.errors import UserError, WorkError
+from utils.decoder import Decoder, run_variants
+from utils.errors import UserError
 from utils.hadamard import rotation
-from utils.decoder import Decoder
-from utils.patch import patch_module, scale_vector
-from utils.search import greedy, removal_losses
-from utils.selection import METRICS, distances_from_end, legal_range, magnitudes, one_shot, random_scores
-from utils.taylor import taylor_scores
-from utils.variants import Variant, run_variants
+from utils.metrics import METRICS, Evidence, choose, last, legal_range, lowest, magnitude, metric, taylor_scores, uniform
+from utils.repairs import scale_vector
 
 WINDOWS = ids(5, 24, seed=3)
 
 
-def whole_loss(make, removed, windows):
-    """Mean loss of all next tokens by the whole model's own forward with layers taken out of its list, float64 sums."""
-    model = make()
-    model.model.layers = torch.nn.ModuleList(
-        layer for index, layer in enumerate(model.model.layers) if index not in removed)
-    model.config.num_hidden_layers = len(model.model.layers)
-    with torch.no_grad():
-        logits = model(windows, use_cache=False).logits[:, :-1].float()
-    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), reduction="none")
-    return losses.double().mean().item()
+def select(stats, name, n_prune, protect_first=None, protect_last=None):
+    return choose(name, Evidence(6, lambda: stats), n_prune, protect_first, protect_last)
 
 
-def plain_sleb(make, windows, n, layers, first=1, last=1):
-    """[(removed layer, {candidate: loss})] of the greedy loop, every candidate run whole."""
-    removed, rounds = [], []
-    for _ in range(n):
-        alive = [layer for layer in range(layers) if layer not in removed]
-        losses = {layer: whole_loss(make, [*removed, layer], windows) for layer in alive[first:len(alive) - last]}
-        best = min(losses, key=lambda layer: (losses[layer], layer))
-        rounds.append((best, losses))
-        removed.append(best)
-    return rounds
+def stats_with(cosine, layers=6):
+    table = torch.as_tensor(cosine, dtype=torch.float32)
+    empty = torch.zeros(1, layers + 1, 4)
+    angle = torch.arccos(table.clamp(-1, 1))[None] / torch.pi
+    return Stats(empty, empty, table[None], table[None], angle, angle, torch.tensor([5]))
+
+
+def collected(no_ops):
+    return collect(Decoder(tiny(no_ops=no_ops)), ids(), rotation(64), progress=False)
+
+
+@pytest.mark.parametrize("metric", [name for name, metric in METRICS.items() if metric.reads == "stats"])
+def test_a_no_op_block_is_chosen(metric):
+    selection = select(collected((2, 3)), metric, 2)
+    assert selection.layers.removed == (2, 3)
+
+
+def test_protected_layers_are_never_chosen():
+    stats = collected((4, 5))
+    assert select(stats, "cosine", 2).layers.removed != (4, 5)  # default range 1 <= start <= L-n-1
+    assert select(stats, "cosine", 2, protect_last=0).layers.removed == (4, 5)
+    assert select(stats, "shortgpt", 2).layers.removed == (4, 5)
+    assert select(collected((2, 3)), "cosine", 2, protect_first=3).layers.removed[0] >= 3
+    with pytest.raises(UserError, match="only 1 of 6"):
+        select(stats, "cosine", 2, protect_first=3, protect_last=2)
+
+
+def test_every_candidate_has_a_score_and_ties_go_to_the_first():
+    selection = select(stats_with(torch.ones(7, 7)), "cosine", 2)
+    assert [(c["start"], c["end"]) for c in selection.scores] == [(1, 3), (2, 4), (3, 5)]
+    assert selection.layers.removed == (1, 2)
+
+
+def test_negative_cosines_still_have_a_best():
+    table = -torch.rand(7, 7, generator=torch.Generator().manual_seed(0)) - 0.1
+    table[3, 5] = -0.01
+    assert select(stats_with(table), "cosine", 2).layers.removed == (3, 4)
+
+
+def test_shortgpt_is_not_contiguous_and_keeps_its_order():
+    table = torch.zeros(7, 7)
+    for layer, value in enumerate([0.1, 0.9, 0.2, 0.95, 0.3, 0.99]):
+        table[layer, layer + 1] = value
+    selection = select(stats_with(table), "shortgpt", 3)
+    assert selection.order == (5, 3, 1) and selection.layers.removed == (1, 3, 5)
+    assert selection.layers.runs == [(1, 2), (3, 4), (5, 6)]
+
+
+def test_one_layer_by_cosine_is_one_layer_by_block_influence():
+    stats = collected(())
+    assert select(stats, "cosine", 1, 0, 0).layers.removed == select(stats, "shortgpt", 1).layers.removed
 
 
 def full_backward(model, windows):
@@ -55,151 +85,6 @@ def full_backward(model, windows):
     torch.nn.functional.cross_entropy(logits, windows[:, 1:].reshape(-1)).backward()
     return [sum((p * p.grad).abs().sum().item() for name, p in layer.named_parameters() if not name.endswith("bias"))
             for layer in model.model.layers]
-
-
-# ----- sleb and ppl
-
-
-def test_single_removals_equal_brute_force_and_the_first_step_of_sleb():
-    expected = [whole_loss(tiny, [layer], WINDOWS) for layer in range(6)]
-    decoder = Decoder(tiny())
-    for batch_size in (1, 2):
-        found = removal_losses(decoder, WINDOWS, range(6), batch_size, progress=False)
-        assert found == pytest.approx(expected, rel=1e-6)
-    first = greedy(decoder, WINDOWS, 1, 0, 0, progress=False)
-    assert first.order == (min(range(6), key=lambda layer: expected[layer]),)
-    assert first.order == one_shot(found, 1, 0, 0).order
-
-
-CASES = {
-    "llama": lambda: tiny(), "other weights": lambda: tiny(seed=1), "tied": lambda: tiny(tie_word_embeddings=True),
-    "deep": lambda: tiny(num_hidden_layers=9, initializer_range=0.05), "biased head": lambda: tiny("phi", seed=2),
-    "no-ops": lambda: tiny(no_ops=(2, 4)), "sharp": lambda: tiny(initializer_range=1.0),
-}
-
-
-@pytest.mark.parametrize("case, shortlist", [*((case, True) for case in CASES), ("llama", False), ("no-ops", False)])
-def test_sleb_equals_the_plain_loop(case, shortlist, monkeypatch):
-    make = CASES[case]
-    if not shortlist:
-        monkeypatch.setattr(removal.Shortlist, "possible", lambda decoder: False)
-    decoder = Decoder(make())
-    plain = plain_sleb(make, WINDOWS, 4, decoder.num_layers)
-    found = greedy(decoder, WINDOWS, 4, progress=False)
-    assert found.order == tuple(layer for layer, _ in plain)
-    given_up = 0
-    for row in found.scores:
-        loss = plain[row["round"] - 1][1][row["layer"]]
-        if row["complete"]:
-            assert row["score"] == pytest.approx(loss, rel=1e-6)
-        else:
-            given_up += 1
-            assert row["score"] <= loss and row["layer"] != found.order[row["round"] - 1]
-    assert [sum(row["round"] == r + 1 for row in found.scores) for r in range(4)] == [
-        decoder.num_layers - 2 - r for r in range(4)]
-    if case == "sharp" and shortlist:
-        assert given_up > 0
-
-
-def test_complete_totals_are_bit_equal_to_a_loop_over_windows():
-    decoder = Decoder(tiny())
-    found = greedy(decoder, WINDOWS, 2, progress=False)
-    for row in found.scores:
-        if row["complete"]:
-            gone = (*found.order[:row["round"] - 1], row["layer"])
-            total = 0.0
-            for window in WINDOWS.split(1):
-                batch = decoder.inputs(window)
-                hidden = removal.run(decoder, batch, [layer for layer in range(6) if layer not in gone], batch.hidden)
-                total += decoder.token_nll(hidden, window[:, 1:]).double().sum().item()
-            assert row["score"] == total / WINDOWS[:, 1:].numel()
-
-
-def test_a_hopeless_candidate_is_given_up_early_and_a_bad_lead_does_no_harm(monkeypatch):
-    """Window losses made by hand: layer 3 is worst, so that starting with it must still find layer 2."""
-    losses = {1: [3.0, 3.0, 3.0], 2: [2.0, 2.0, 2.0], 3: [9.0, 9.0, 9.0], 4: [7.0, 1.0, 1.0]}
-    seen = []
-
-    def fake(decoder, batch, alive, candidates):
-        for layer in sorted(candidates):
-            if layer in candidates:
-                yield layer, layer
-
-    monkeypatch.setattr(removal, "without_each", fake)
-    monkeypatch.setattr(removal, "run", lambda decoder, batch, layers, hidden: 10 - sum(layers))
-
-    def batch_loss(decoder, layer, ids, look=None):
-        seen.append((layer, int(ids)))
-        return losses[layer][int(ids)]
-
-    monkeypatch.setattr(removal, "batch_loss", batch_loss)
-    monkeypatch.setattr(removal.Shortlist, "possible", lambda decoder: False)
-
-    class Parts:
-        num_layers = 6
-
-        def inputs(self, ids):
-            return type("Batch", (), {"hidden": None})
-
-    bar = type("Bar", (), {"update": lambda self, n: None})()
-    for lead in losses:
-        seen.clear()
-        race = removal._Race(Parts(), [torch.tensor(i) for i in range(3)], [1, 2, 3, 4], [1, 2, 3, 4], lead, bar)
-        assert race.winner() == 2
-        rows = {row["layer"]: row for row in race.scores(1, 1)}
-        assert rows[2] == {"round": 1, "layer": 2, "score": 6.0, "complete": True, "batches": 3}
-        if lead == 2:
-            assert rows[3] == {"round": 1, "layer": 3, "score": 9.0, "complete": False, "batches": 1}
-            assert (3, 1) not in seen and rows[4]["batches"] == 1
-
-
-def test_half_precision_takes_no_shortlist():
-    """Its products are too coarse for a bound; the result is that of all losses."""
-    decoder = Decoder(tiny(initializer_range=0.3).bfloat16())
-    assert not removal.Shortlist.possible(decoder) and removal.Shortlist.possible(Decoder(tiny()))
-    losses = removal_losses(decoder, WINDOWS, range(1, 5), progress=False)
-    found = greedy(decoder, WINDOWS, 1, progress=False)
-    assert found.order == (1 + losses.index(min(losses)),)
-    assert all(row["score"] == losses[row["layer"] - 1] for row in found.scores if row["complete"])
-
-
-def test_ties_go_to_the_lower_index():
-    make = lambda: tiny(no_ops=(1, 3, 4))  # noqa: E731
-    assert greedy(Decoder(make()), WINDOWS, 3, progress=False).order == (1, 3, 4)
-    assert one_shot([2.0, 1.0, 1.0, 0.0], 3, 0, 0).order == (3, 1, 2)
-
-
-def test_removing_a_layer_without_effect_changes_no_bit():
-    decoder = Decoder(tiny(no_ops=(2,)))
-    batch = decoder.inputs(WINDOWS)
-    dense = removal.batch_loss(decoder, removal.run(decoder, batch, range(6), batch.hidden), WINDOWS)
-    assert removal_losses(decoder, WINDOWS, [2], 5, progress=False)[0] == dense / WINDOWS[:, 1:].numel()
-
-
-@pytest.mark.parametrize("family", ["llama", "phi", "gemma2"])  # plain, with a bias, with a soft cap
-def test_the_shortlist_is_a_lower_bound_and_close(family):
-    decoder = Decoder(tiny(family, initializer_range=0.3))
-    batch = decoder.inputs(WINDOWS)
-    hidden = removal.run(decoder, batch, range(6), batch.hidden)
-    shortlist = removal.Shortlist(decoder, WINDOWS)
-    exact = removal.batch_loss(decoder, hidden, WINDOWS, shortlist.look)
-    assert shortlist.mass.sum().item() == pytest.approx(WINDOWS[:, 1:].numel(), rel=1e-5)
-    bound = shortlist.close().bound(decoder, hidden, shortlist.rows(decoder))
-    assert 0 < bound <= exact
-    words = shortlist.words.tolist()
-    logits = decoder.head_logits(decoder.final_states(hidden[:, :-1])).double().flatten(0, 1)
-    expected = (logits[:, words].logsumexp(1) - logits.gather(1, WINDOWS[:, 1:].reshape(-1, 1))[:, 0]).sum().item()
-    assert bound == pytest.approx(expected, rel=1e-3)
-
-
-def test_a_broken_model_has_no_loss():
-    model = tiny()
-    with torch.no_grad():
-        model.model.layers[4].mlp.down_proj.weight.fill_(1e38)
-    decoder = Decoder(tiny())
-    decoder.layers[4].load_state_dict(model.model.layers[4].state_dict())
-    with pytest.raises(WorkError, match="non-finite loss"):
-        removal_losses(decoder, WINDOWS, [2], progress=False)
 
 
 # ----- taylor
@@ -278,20 +163,20 @@ def test_magnitudes_are_sums_of_absolute_weights():
             for name, p in layer.named_parameters():
                 p.fill_(7.0 if name.endswith("bias") else -(index + 1.0))
     counts = sum(p.numel() for name, p in model.model.layers[0].named_parameters() if not name.endswith("bias"))
-    assert magnitudes(Decoder(model)) == [counts * (index + 1.0) for index in range(6)]
+    assert magnitude(Evidence(6, decoder=lambda: Decoder(model))) == [counts * (index + 1.0) for index in range(6)]
 
 
 def test_random_layers_are_seeded_nested_and_fair():
-    orders = {seed: one_shot(random_scores(12, seed), 10, 1, 1).order for seed in range(200)}
-    assert orders[3] == one_shot(random_scores(12, 3), 10, 1, 1).order and len(set(orders.values())) > 190
-    assert one_shot(random_scores(12, 3), 4, 1, 1).order == orders[3][:4]
+    orders = {seed: lowest(uniform(Evidence(12, seed=seed)), 10, 1, 1).order for seed in range(200)}
+    assert orders[3] == lowest(uniform(Evidence(12, seed=3)), 10, 1, 1).order and len(set(orders.values())) > 190
+    assert lowest(uniform(Evidence(12, seed=3)), 4, 1, 1).order == orders[3][:4]
     assert sorted(orders[3]) == list(range(1, 11))
     first = [order[0] for order in orders.values()]
     assert all(5 <= first.count(layer) <= 40 for layer in range(1, 11))
 
 
 def test_last_takes_the_deepest_layers_but_the_last():
-    assert one_shot(distances_from_end(8), 3, 0, 1).order == (6, 5, 4)
+    assert lowest(last(Evidence(8)), 3, 0, 1).order == (6, 5, 4)
 
 
 # raw Taylor orders of LLaMA-2-7B and Llama-3-8B that the authors of Shortened LLaMA published
@@ -307,8 +192,68 @@ def test_protection_gives_the_rows_of_table_7(raw, table):
     first, last = legal_range("taylor+", len(table), 32)
     assert (first, last) == (4, 2)
     scores = [float(raw.index(layer)) for layer in range(32)]
-    assert one_shot(scores, len(table), first, last).order == tuple(table)
-    assert one_shot(scores, 3, *legal_range("taylor", 3, 32)).order == tuple(raw[:3])
+    assert lowest(scores, len(table), first, last).order == tuple(table)
+    assert lowest(scores, 3, *legal_range("taylor", 3, 32)).order == tuple(raw[:3])
+
+
+# ----- the registry
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_every_metric_says_what_it_is(name, script):
+    found = METRICS[name]
+    assert found.name == name and found.help and found.function.__doc__
+    assert found.gives in ("block", "layer", "set") and found.reads in ("stats", "windows", "weights", "seed", "nothing")
+    assert {"calib_samples", "seq_len", "seed"} == set(found.calibration) and len(found.protect) == 2
+
+
+def test_help_lists_every_metric_with_what_it_says(script):
+    out = "".join(script("prune", "--help")[1].split())  # lines may end at a hyphen
+    for name, found in METRICS.items():
+        for text in (f"{name}: {found.help}", f"{name} {found.protect[0]}"):
+            assert "".join(text.split()) in out, text
+
+
+def test_evidence_is_had_once_and_only_when_asked_for():
+    calls = []
+    evidence = Evidence(6, lambda: calls.append("stats") or collected(()), None, None)
+    for n in (3, 2, 1):
+        choose("cosine", evidence, n)
+        choose("shortgpt", evidence, n)
+        choose("last", evidence, n)
+    assert calls == ["stats"]
+    assert choose("cosine", Evidence(6), 0).layers.removed == ()
+
+
+def test_a_metric_is_one_function(script, folders, tmp_path, text, monkeypatch):
+    """Registered by the decorator, it is in --help and works through prune.py; for several n as for each alone."""
+    monkeypatch.delitem(sys.modules, "prune", raising=False)  # as in a new process
+    calls = []
+    try:
+        @metric("toy", "mean size of what a layer writes", protect=(1, 0))
+        def toy(evidence):
+            """Mean of |X^(j+1)| over all tokens and channels."""
+            calls.append(evidence.depth)
+            return evidence.stats.l1_raw.double().sum((0, 2))[1:].tolist()
+
+        assert "toy: mean size of what a layer writes" in " ".join(script("prune", "--help")[1].split())
+        code, printed, err = prune(script, folders("llama"), tmp_path, text, "--metric", "toy", "--n-prune", 2)
+        assert code == 0 and "toy layer" in printed, err
+        content = json.loads((tmp_path / "selection.json").read_text())
+        windows = calibration_windows(str(text), tok_nobos(), 4, 32).ids
+        sizes = plain_states(tiny(), windows).abs().sum((1, 2, 3))[1:].tolist()
+        order = sorted(range(1, 6), key=sizes.__getitem__)[:2]
+        assert content["order"] == order and content["removed"] == sorted(order)
+        assert content["about"] == {"metric": "toy", "n": 2, "repair": "none", "stage": "pruned"}
+        assert [row["score"] for row in content["scores"]] == pytest.approx(sizes[1:], rel=1e-5)
+        assert "reused" in prune(script, folders("llama"), tmp_path, text, "--metric", "toy", "--n-prune", 2)[1]
+        before = len(calls)
+        code, _, err = script("prune", "--model", folders("llama"), "--calib-data", text, *CALIB, "--metric", "toy",
+                              "--n-prune", 1, 2, "--out", tmp_path / "n{n}" / "selection.json")
+        assert code == 0 and len(calls) == before + 1, err  # once for all n
+        assert json.loads((tmp_path / "n2" / "selection.json").read_text())["scores"] == content["scores"]
+    finally:
+        METRICS.pop("toy", None)
 
 
 # ----- the script
@@ -320,7 +265,8 @@ def test_every_metric_finds_the_layers_without_effect(metric, script, folders, t
                          "--protect-first", 1, "--protect-last", 1)
     assert code == 0, err
     content = json.loads((tmp_path / "selection.json").read_text())
-    assert content["removed"] == [2, 3] and content["metric"] == metric and content["scores"]
+    assert content["removed"] == [2, 3] and content["scores"]
+    assert content["about"] == {"metric": metric, "n": 2, "repair": "none", "stage": "pruned"}
     assert sorted(content["order"]) == [2, 3]
 
 
@@ -392,64 +338,6 @@ def test_metrics_without_data_read_none_and_last_and_random_load_no_weights(scri
         assert result[0] == 2 and message in result[2]
 
 
-def kill_in_round(number, monkeypatch):
-    """Interrupts the search once, in that round; returns the list of all rounds begun."""
-    real, raced = removal._Race.winner, []
-
-    def winner(self):
-        raced.append(self)
-        if len(raced) == number:
-            raise KeyboardInterrupt
-        return real(self)
-
-    monkeypatch.setattr(removal._Race, "winner", winner)
-    return raced
-
-
-def test_a_killed_search_goes_on_to_the_same_selection(script, folders, tmp_path, text, monkeypatch):
-    def call(name, *more):
-        return prune(script, folders("llama"), tmp_path / name, text, "--n-prune", 4, "--metric", "sleb", *more)
-
-    assert call("whole")[0] == 0
-    whole = json.loads((tmp_path / "whole" / "selection.json").read_text())
-    assert [path.name for path in (tmp_path / "whole").iterdir()] == ["selection.json"]
-    raced = kill_in_round(3, monkeypatch)
-    code, _, err = call("parts")
-    assert code == 130 and [path.name for path in (tmp_path / "parts").iterdir()] == ["selection.progress.json"]
-    code, out, err = call("parts")
-    assert code == 0 and len(raced) == 5 and "goes on behind 2 removed layers" in out, err
-    parts = json.loads((tmp_path / "parts" / "selection.json").read_text())
-    whole.pop("provenance"), parts.pop("provenance")
-    assert whole == parts
-    assert [path.name for path in (tmp_path / "parts").iterdir()] == ["selection.json"]
-
-
-def test_progress_of_another_recipe_is_not_used(script, folders, tmp_path, text, monkeypatch):
-    raced = kill_in_round(2, monkeypatch)
-    assert prune(script, folders("llama"), tmp_path, text, "--n-prune", 3, "--metric", "sleb")[0] == 130
-    code, out, _ = prune(script, folders("llama"), tmp_path, text, "--n-prune", 3, "--metric", "sleb", "--seed", 1)
-    assert code == 0 and "made with another token_ids_sha256" in out and len(raced) == 5
-
-
-def test_a_damaged_progress_file_is_refused(script, folders, tmp_path, text, monkeypatch):
-    path = tmp_path / "selection.progress.json"
-
-    def call(*more):
-        return prune(script, folders("llama"), tmp_path, text, "--n-prune", 2, "--metric", "sleb", *more)
-
-    kill_in_round(2, monkeypatch)
-    assert call()[0] == 130
-    content = json.loads(path.read_text())
-    for damaged, message in (("{", "not a JSON"), ({**content, "recipe": None}, "recipe"),
-                             ({**content, "rounds": [{"layer": 99, "scores": []}]}, "rounds are damaged"),
-                             ({**content, "rounds": [7]}, "rounds are damaged"),
-                             ({**content, "rounds": 2 * content["rounds"]}, "rounds are damaged")):
-        path.write_text(damaged if isinstance(damaged, str) else json.dumps(damaged))
-        code, _, err = call()
-        assert code == 2 and path.name in err and message in err and not (tmp_path / "selection.json").exists()
-    assert call("--force")[0] == 0 and not path.exists()
-
-
 # ----- calibration as SLEB's released loader takes it
 
 
@@ -499,9 +387,9 @@ def test_one_patch_a_layer_is_one_patch_a_run():
     """Adjacent patches share their eigenbasis, so the states of the two patched models are the same."""
     decoder = Decoder(tiny())
     stats = collect(decoder, WINDOWS, rotation(64), progress=False)
-    runs = Variant("runs", (1, 3, 4), {end: patch_module("hadamard", d=scale_vector(stats.l1_rotated, start, end))
+    runs = variant("runs", (1, 3, 4), {end: patch_of("hadamard", scale_vector(stats.l1_rotated, start, end))
                                        for start, end in ((1, 2), (3, 5))})
-    layers = {layer: patch_module("hadamard", d=scale_vector(stats.l1_rotated, layer, layer + 1))
+    layers = {layer: patch_of("hadamard", scale_vector(stats.l1_rotated, layer, layer + 1))
               for layer in (1, 3, 4)}
     states = {}
     batch = decoder.inputs(WINDOWS)

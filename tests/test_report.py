@@ -1,84 +1,175 @@
-"""The report from a run directory, and run_all.sh's commands."""
+"""The report from a run directory: tables, verdicts, what stands beside the paper's numbers, and its two forms."""
 
-import importlib
+import base64
 import json
-import os
-import shlex
-import subprocess
-import sys
+import math
 from html.parser import HTMLParser
 
 import pytest
+import torch
 
-from tests.conftest import ROOT
-from tests.steps import calibrate, ppl, prune
-from utils.paper import experiments as paper
-from utils.artifacts import write_json
+from utils.artifacts import write_json, write_tensors
 from utils.errors import UserError
-from utils.paper.render import Table, Text, html_page, markdown
+from utils.paper.experiments import DENSE, TABLES
+from utils.paper.render import figure, heading, html_page, items, note, plain, table
 from utils.paper.report import write_report
-from utils.paper.verdicts import Cell, score_interval, verdict
+from utils.paper.verdicts import MMLU, PERPLEXITY, Cell, depths, find, score_interval, verdict
 
-TARGETS = ["", *(f"table{number}" for number in range(1, 17) if number != 6), "metrics", "fig1", "fig2", "fig4",
-           "overhead", "storage", "responses"]
-PRESETS = ["smollm2-135m", "llama2-7b", "llama2-13b", "llama3-8b", "baichuan2-7b", "deepseek-r1-qwen-7b",
-           "deepseek-r1-llama-8b"]
+IDENTITY = {"label": "made up", "num_layers": 6, "hidden_size": 64, "fingerprint": "0" * 64, "revision": None}
+WORK = {"wall_seconds": 1.0, "peak_memory_bytes": 2**21, "hardware": "an abacus", "device": "cpu"}
+TEXT = {"corpus": "wiki", "split": "train", "source": "a wheel", "kind": "stream", "rows": 3, "join": "\n\n",
+        "tokens": 999, "bos": "stream", "unk_literals": 0, "windows": 4, "seq_len": 32}
+CALIBRATION = {**TEXT, "sampling": "random", "seed": 0, "part": "train"}
+CORPUS = {**TEXT, "windows_available": 9, "scored_tokens": 124, "dropped_tokens": 0}
+LOSSES = {"dense": 3.0, "vanilla": 3.5, "d": 3.4, "P": 3.2, "FT": 3.1, "sleb": 3.6, "sleb+P": 3.3, "own": 3.25}
+
+
+def about(metric, n, repair="none", stage="pruned"):
+    return {"metric": metric, "n": n, "repair": repair, "stage": stage}
+
+
+ABOUT = {"dense": about(None, 0, stage="dense"), "vanilla": about("cosine", 2), "sleb": about("sleb", 2),
+         "d": about("cosine", 2, "diagonal", "calibrated"), "P": about("cosine", 2, "hadamard", "calibrated"),
+         "FT": about("cosine", 2, "hadamard", "distilled"), "sleb+P": about("sleb", 2, "hadamard", "calibrated"),
+         "own": about("list", 2, "hadamard", "calibrated")}
+
+
+def row(variant, about, removed=(), **more):
+    return {"variant": variant, "about": about, "removed": list(removed), "dtype": "float32",
+            "sha256": f"{16 * '0'}:{16 * '0'}", **more}
+
+
+def ppl_row(variant, about, ppl, removed=(), dataset="wiki", windows=4, **more):
+    """A row whose windows have equal losses and whose interval is 1 % to either side."""
+    loss = math.log(ppl)
+    return row(variant, about, removed, dataset=dataset, split="test", ppl=ppl, nll_mean=loss, nll_stderr=0.0,
+               ppl_ci95=[0.99 * ppl, 1.01 * ppl], ratio_to_reference=1.0, ratio_ci95=None, reference="dense",
+               windows=windows, seq_len=32, scored_tokens=124, dropped_tokens=0, bos="stream", corpus=CORPUS,
+               window_nll=windows * [loss]) | more
+
+
+def write_selection(path, about, removed):
+    kept = [layer for layer in range(6) if layer not in removed]
+    write_json(path, "selection", {
+        "model": IDENTITY, "about": about, "removed": removed, "kept": kept, "runs": [[min(removed), max(removed) + 1]],
+        "order": removed, "scores": [{"start": 2, "end": 4, "score": 0.75}, {"start": 1, "end": 3, "score": 0.5}],
+        "parameters": {"removed": 2000, "ratio_percent": 20.0, "ratio_with_patch_percent": 19.5},
+        "calibration": CALIBRATION, "recipe": {}, "provenance": WORK})
+
+
+def write_patch(path, about, **more):
+    write_tensors(path, "patch", {"run0.d": torch.ones(64)}, {
+        "model": IDENTITY, "about": about, "removed": [2, 3], "kept": [0, 1, 4, 5], "runs": [[2, 4]],
+        "estimator": "ratio-of-sums", "rotation": {"construction": "Sylvester 64"}, "hadamard_order": "released",
+        "calibration": CALIBRATION, "recipe": {}, "provenance": WORK, **more})
 
 
 @pytest.fixture
-def run_folder(script, folders, tmp_path, text):
-    folder = folders("no-ops")
+def run_folder(tmp_path):
+    """n = 2: the cosine block [2, 4) with everything of table 5, sleb with and without a patch, and a variant 'own'."""
     n2 = tmp_path / "n2"
-    prune(script, folder, n2, text, "--n-prune", 2, "--stats", tmp_path / "stats.safetensors")
-    for scaling in ("diagonal", "hadamard"):
-        calibrate(script, folder, n2, text, "--scaling", scaling, "--stats", tmp_path / "stats.safetensors",
-                  "--sigma-windows", 2, name=f"patch_{scaling}.safetensors")
-    ppl(script, folder, tmp_path, text, "--selection", f"vanilla-n2={n2}/selection.json", "--patch",
-        f"d-n2={n2}/patch_diagonal.safetensors", f"P-n2={n2}/patch_hadamard.safetensors",
-        f"own={n2}/patch_hadamard.safetensors")
-    code, _, err = script("distill", "--model", folder, "--patch", n2 / "patch_hadamard.safetensors",
-                          "--train-data", text, "--train-samples", 2, "--val-samples", 1, "--seq-len", 32,
-                          "--out", n2 / "ft.safetensors")
-    assert code == 0, err
+    write_selection(n2 / "selection.json", ABOUT["vanilla"], [2, 3])
+    write_selection(n2 / "sleb" / "selection.json", ABOUT["sleb"], [3, 4])
+    spread = {"start": 2, "end": 4, "sigma_d": 9.25, "sigma_d_rotated": 1.5, "log_sigma_d": 0.5,
+              "log_sigma_d_rotated": 0.25, "windows": 2}
+    write_patch(n2 / "patch_diagonal.safetensors", ABOUT["d"])
+    write_patch(n2 / "patch_hadamard.safetensors", ABOUT["P"], sigma_d=[spread])
+    write_patch(n2 / "FT.safetensors", ABOUT["FT"])
+    results = []
+    for name, loss in LOSSES.items():
+        removed = [] if name == "dense" else [3, 4] if name.startswith("sleb") else [2, 3]
+        variant = name if name in ("dense", "own") else f"{name}-n2"
+        results.append(ppl_row(variant, ABOUT[name], math.exp(loss), removed))
+    write_json(tmp_path / "ppl.json", "ppl", {"model": IDENTITY, "results": results, "provenance": WORK})
     return tmp_path
 
 
 def test_the_report_has_its_tables(run_folder):
     report = write_report(run_folder)
     assert report == (run_folder / "report.md").read_text()
-    assert "| 2 | cosine, 1.0000 | [2, 4) |" in report
-    results = json.loads((run_folder / "ppl.json").read_text())["results"]
-    dense = next(row for row in results if row["variant"] == "dense")
-    low, high = dense["ppl_ci95"]
-    assert f"| 0 | dense | {dense['ppl']:.2f} [{low:.2f}, {high:.2f}] | - |" in report
-    for label in ("+d", "+P"):  # the removed layers do nothing, so the patch changes nothing
-        assert f"| 2 | {label} | {dense['ppl']:.2f} [{low:.2f}, {high:.2f}] | 1.000 [1.000, 1.000] |" in report
-    for part in ("Summary", "Hardware", "sigma_d", "Time and memory", "stats.safetensors", "Protocol", "scored=", "BOS",
-                 "float32", "not comparable: other model", "Table 5", "Other variants", "| 2 | own | "):
-        assert part in report
+    parts = {part.split("\n")[0]: part for part in report.split("\n## ")}
+    assert "| 2 | cosine, 0.7500 | [2, 4) | 2,000 | 20.00 | 19.50 | - |" in parts["Table 7: layers removed"]
+    assert "| 2 | sleb | [3, 5) |" in parts["Table 7: layers removed"]
+    main = parts["Perplexity of the block chosen by cosine"]
+    assert "| 0 | dense | 20.09 [19.88, 20.29] | - |\n| 2 | vanilla | 33.12 [32.78, 33.45] | - |\n| 2 | +d |" in main
+    for label, name in (("+d", "d"), ("+P", "P"), ("+FT", "FT")):  # equal differences in all windows: no spread
+        ppl, ratio = math.exp(LOSSES[name]), math.exp(LOSSES[name] - 3.5)
+        assert (f"| 2 | {label} | {ppl:.2f} [{0.99 * ppl:.2f}, {1.01 * ppl:.2f}] "
+                f"| {ratio:.3f} [{ratio:.3f}, {ratio:.3f}] |") in main
+    assert "| 2 | +P | ours | 24.53 [24.29, 24.78] |" in parts["Table 5: the ingredients"]
+    assert "| 2 | sleb + LinearPatch | ours | 27.11" in parts["Table 13: with SLEB"]
+    assert "| 2 | own | 25.79 [25.53, 26.05] | 0.779 [0.779, 0.779] |" in parts["Other variants"]
+    assert [name.split(":")[0] for name in parts if name.startswith("Table")] == [
+        "Table 7", "Table 5", "Table 13", "Table 15"]  # P and FT alone make none of tables 3, 8, 9 and 10
+    assert "sleb" not in parts["Other variants"] and "P-n2" not in parts["Other variants"]
+    assert "becomes 24.53 with LinearPatch, 0.741 [0.741, 0.741] of the unpatched one (dense 20.09)" in report
+    for part in ("| 2 | [2, 4) | 9.2 | 1.5 | 0.500 | 0.250 | 2 |", "2 selections, 3 patches, 8 variants",
+                 "Hardware: an abacus", "0.1 minutes", "| n2/FT.safetensors | 1.0 | 2 | cpu |", "scored=124",
+                 "Rotation: Sylvester 64", "computed in float32", "not comparable: other model"):
+        assert part in report, part
+
+
+def test_three_metrics_stand_side_by_side(run_folder):
+    assert "side by side" not in write_report(run_folder)  # two
+    content = json.loads((run_folder / "ppl.json").read_text())
+    write_selection(run_folder / "n2" / "mag+" / "selection.json", about("mag+", 2), [0, 1])
+    new = ppl_row("mag+-n2", about("mag+", 2), 99.0, [0, 1])
+    (run_folder / "ppl.json").write_text(json.dumps({**content, "results": [*content["results"], new]}))
+    part = write_report(run_folder).split("## Selection metrics side by side")[1].split("\n## ")[0]
+    assert [line for line in part.splitlines() if line.startswith("| 2 ")] == [
+        "| 2 | cosine | 2, 3 | 33.12 | 24.53 |", "| 2 | mag+ | 0, 1 | 99.00 | - |",
+        "| 2 | sleb | 3, 4 | 36.60 | 27.11 |"]
+
+
+def test_names_say_nothing_but_which_row_it_is(run_folder):
+    """A variant called like one of another number of layers, metric or repair is what its about says."""
+    content = json.loads((run_folder / "ppl.json").read_text())
+    names = {"own": "P-n9", "vanilla-n2": "FT-n3", "sleb-n2": "x-n3+P"}
+    for row in content["results"]:
+        row["variant"] = names.get(row["variant"], row["variant"])
+    (run_folder / "ppl.json").write_text(json.dumps(content))
+    part = write_report(run_folder).split("## Other variants")[1].split("\n## ")[0]
+    assert "| 2 | FT-n3 | 33.12 [32.78, 33.45] | - |" in part
+    assert "| 2 | x-n3+P | 36.60 [36.23, 36.96] | - |" in part
+    assert "| 2 | P-n9 | 25.79 [25.53, 26.05] | 0.779 [0.779, 0.779] |" in part
+
+
+def test_of_another_model_only_narrowed_layers_are_rows(run_folder):
+    other = {**IDENTITY, "fingerprint": "f" * 64}
+    for stage, shown in (("narrowed", True), ("dense", False)):
+        own = ppl_row("llm-pruner-n2", about("llm-pruner", 2, stage=stage), 77.0)
+        write_json(run_folder / "ppl_other.json", "ppl", {"model": other, "results": [own], "provenance": WORK})
+        assert ("| 2 | LLM-Pruner | ours | 77.00" in write_report(run_folder)) == shown
 
 
 class Page(HTMLParser):
-    """Collects the cells of a page and everything that it would load."""
+    """Collects the cells and texts of a page and everything that it would load; checks that tags are closed."""
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.cells, self.loads = [], [], []
+        self.open, self.tags, self.cells, self.texts, self.loads, self.alts = [], [], [], [], [], []
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
         self.loads += [value for name, value in attrs if name in ("src", "href")]
+        self.alts += [value for name, value in attrs if name == "alt"]
+        self.texts.append("")
         if tag not in ("meta", "img", "br"):
             self.open.append(tag)
+            self.tags.append(tag)
         if tag in ("td", "th"):
             self.cells.append("")
 
     def handle_endtag(self, tag):
-        assert self.open.pop() == tag
+        if self.open or tag not in ("head", "body", "html"):  # of which a part of a page has the ends only
+            assert self.open.pop() == tag
+        self.texts.append("")
 
     def handle_data(self, data):
         if self.open and self.open[-1] in ("td", "th"):
             self.cells[-1] += data
+        if self.texts:
+            self.texts[-1] = (self.texts[-1] + data).strip("\n")
 
 
 def test_the_page_is_well_formed_needs_no_other_file_and_says_the_same(run_folder):
@@ -94,18 +185,33 @@ def test_the_page_is_well_formed_needs_no_other_file_and_says_the_same(run_folde
     assert [cell for cell in page.cells if cell] == [cell for cell in cells if cell.strip("|")]
 
 
-def test_the_papers_cells_that_do_not_add_up_are_known():
-    found = [(table.numbers[-1], model, n, column) for table in paper.TABLES for row in table.rows
-             for model in ("llama2-7b", "llama2-13b", "llama3-8b", "baichuan2-7b") for n in paper.depths(table, model)
-             for column, _, _ in paper.misprints(table, model, n, row)]
-    assert set(found) == {(9, "llama2-7b", 7, "qa_avg"), (10, "llama2-7b", 7, "qa_avg"),
-                          (16, "baichuan2-7b", 7, "mmlu_weighted_avg")}
+HOSTILE = ["<img src=x onerror=alert(1)>", "[x](javascript:alert(1))", "![x](https://a.b/c.png)", "**bold** and _soft_",
+           "a_b|c\\|d", "`code`", "&lt;b&gt; &amp;", "~~gone~~", "# no heading #", "<https://a.b>", "[a]: https://a.b",
+           "1. no list", "- no list", "> no quotation", "[1, 2)", "-0.05 [-1.00, 2.00]", "x\ny"]
 
 
-def test_html_is_escaped():
-    page = html_page("<t>", [Text("a < b & `<code>`"), Table(("x", "y"), (("<script>", "1|2"),))])
-    assert "<script>" not in page and "&lt;script&gt;" in page and "<code>&lt;code&gt;</code>" in page
-    assert "1\\|2" in markdown([Table(("x", "y"), (("z", "1|2"),))], ".")
+@pytest.mark.parametrize("text", HOSTILE)
+def test_every_text_comes_out_as_text(text, tmp_path):
+    pieces = [heading(2, text), plain(text), note(text), items([text, text]), table([text], [[text], [text]])]
+    page = Page(html_page(text, "\n\n".join(pieces), tmp_path).split("</style>")[1])
+    assert [part for part in page.texts if part] == 8 * [" ".join(text.split())] and page.loads == []
+    assert set(page.tags) <= {"body", "h2", "p", "blockquote", "ul", "li", "div", "table", "thead", "tbody", "tr", "th",
+                              "td"}
+
+
+def test_a_report_of_plain_words_and_numbers_reads_as_it_is():
+    assert table(("n", "ours [95 %]"), ((7, "5.47 [5.40, 5.54]"), ("+P", "-0.05"))) == (
+        "| n | ours [95 %] |\n|---|---|\n| 7 | 5.47 [5.40, 5.54] |\n| +P | -0.05 |")
+    assert items(["patch_hadamard.safetensors: P-n7, x 0.5"]) == "- patch_hadamard.safetensors: P-n7, x 0.5"
+
+
+def test_a_picture_stands_in_the_page_with_its_caption(tmp_path):
+    path = tmp_path / "figures" / "figure_a b(1).png"
+    path.parent.mkdir()
+    path.write_bytes(b"picture")
+    page = Page(html_page("t", figure(path, "a <b> & [c](d)", tmp_path), tmp_path).split("</style>")[1])
+    assert page.loads == ["data:image/png;base64," + base64.b64encode(b"picture").decode()]
+    assert [part for part in page.texts if part] == ["a <b> & [c](d)"] and page.alts == ["a <b> & [c](d)"]
 
 
 def test_verdicts():
@@ -126,70 +232,82 @@ def test_intervals_of_shares_stay_between_none_and_all(share, n, low, high):
     assert score_interval(share, n) == pytest.approx((low, high), abs=0.01)
 
 
-def papers_own_run(folder, model, table, changes=()):
-    """A run directory whose perplexities are the paper's own for one table, but for `changes`."""
-    results = []
-    for row in (paper.DENSE, *table.rows):
-        n = 0 if row is paper.DENSE else paper.depths(table, model)[0]
-        name = row.variant if row is paper.DENSE else f"{row.variant}-n{n}"
-        for dataset, value in (paper.find(table, model, n, row) or {}).items():
-            if dataset in paper.PERPLEXITY:
-                value = dict(changes).get((name, dataset), value)
-                results.append({"variant": name, "dataset": dataset, "ppl": value,
-                                "ppl_ci95": [0.99 * value, 1.01 * value], "seq_len": 2048, "windows": 100,
-                                "corpus": {"windows_available": 100, "name": dataset}, "removed": list(range(n)),
-                                "scaling": None, "window_nll": [1.0, 2.0]})
-    identity = {"label": model, "num_layers": 32, "hidden_size": 4096, "fingerprint": "0" * 64, "revision": None}
-    folder = folder / model
-    folder.mkdir()
-    write_json(folder / "ppl.json", "ppl", {"model": identity, "results": results, "protocol": {"dtype": "bfloat16"},
-                                            "provenance": {"wall_seconds": 1.0, "peak_memory_bytes": 1}})
-    return folder
+TABLE_15 = next(table for table in TABLES if table.names == (15,))
 
 
-@pytest.fixture
-def no_corpora(monkeypatch):
-    monkeypatch.setattr("utils.paper.report.describe", lambda info: "made up")
+def papers_own_run(folder, model, changes=None):
+    """A run directory whose perplexities are the paper's own for table 15, but for `changes`."""
+    results, n = [], depths(TABLE_15, model)[0]
+    for method in (DENSE, *TABLE_15.rows):
+        variant, own = method.variant(n), ABOUT["dense"] if method is DENSE else about("x", n, stage="merged")
+        for dataset, value in (find(TABLE_15, model, own["n"], method) or {}).items():
+            if dataset in PERPLEXITY:
+                value = (changes or {}).get((variant, dataset), value)
+                results.append(ppl_row(variant, own, value, range(own["n"]), dataset, windows=9, seq_len=2048))
+    identity = {**IDENTITY, "label": model, "num_layers": 32, "hidden_size": 4096}
+    write_json(folder / model / "ppl.json", "ppl", {"model": identity, "results": results, "provenance": WORK})
+    return folder / model
 
 
-def test_a_run_with_the_papers_values_agrees(tmp_path, no_corpora):
-    table = next(t for t in paper.TABLES if t.numbers == (15,))
-    report = write_report(papers_own_run(tmp_path, "llama2-7b", table))
+def test_a_run_with_the_papers_values_agrees(tmp_path):
+    report = write_report(papers_own_run(tmp_path, "llama2-7b"))
     part = report.split("## Table 15")[1].split("\n## ")[0]
     assert part.count("| agrees |") == 7 and "differs" not in part and "| 35.68" in part and "| +0.00 |" in part
     assert "off in" not in report
 
 
-def test_a_table_of_another_model_names_every_column_once(tmp_path, no_corpora):
-    table = next(t for t in paper.TABLES if t.numbers == (15,))
-    folder = papers_own_run(tmp_path, "llama2-7b", table).rename(tmp_path / "mine")
+def test_a_table_of_another_model_names_every_column_once(tmp_path):
+    folder = papers_own_run(tmp_path, "llama2-7b").rename(tmp_path / "mine")
     part = write_report(folder).split("## Table 15")[1].split("\n## ")[0]
     assert "| n | method | from | wikitext2 | c4 | ptb | ppl_avg | verdict |" in part
     assert "not comparable: other model" in part
 
 
-def test_a_dense_model_that_is_off_taints_what_follows(tmp_path, no_corpora):
-    table = next(t for t in paper.TABLES if t.numbers == (15,))
-    report = write_report(papers_own_run(tmp_path, "llama2-7b", table, {("dense", "c4"): 7.26}.items()))
+def test_a_dense_model_that_is_off_taints_what_follows(tmp_path):
+    report = write_report(papers_own_run(tmp_path, "llama2-7b", {("dense", "c4"): 7.26}))
     assert "| c4 | 7.26 [7.19, 7.33] | 6.97 | +0.29 | differs: c4 |" in report
-    assert "The dense model is off in c4: check" in report
+    assert "> The dense model is off in c4: check" in report
     assert "The dense model is off in c4 (see above)" in report.split("## Table 15")[1].split("\n## ")[0]
+    assert "<blockquote>" in (tmp_path / "llama2-7b" / "report.html").read_text()
 
 
-def test_every_row_of_every_table_is_tied_to_the_papers_data():
-    used = set()
-    for table in paper.TABLES:
-        for row in (paper.DENSE, *table.rows):
-            hits = [index for index, r in enumerate(paper.paper()["results"]) if r["table"] in table.numbers
-                    and r["method"] in row.methods and all(r.get(k) == v for k, v in row.fields.items())]
-            assert hits or row is paper.DENSE, (table.numbers, row)
-            used |= set(hits)
-    left = [r for index, r in enumerate(paper.paper()["results"]) if index not in used]
-    assert left == []
+@pytest.fixture
+def answers(run_folder):
+    """The same with two tasks of 10 questions and four groups of MMLU for dense, P and 'own'."""
+    results, summary, subjects, groups = [], [], [], []
+    for variant, name, share in (("dense", "dense", 0.8), ("P-n2", "P", 0.6), ("own", "own", 0.5)):
+        items = round(10 * share) * "1" + round(10 - 10 * share) * "0"
+        results += [row(variant, ABOUT[name], task=task, n=10, metric="acc", value=share, acc=share, acc_stderr=0.1,
+                        acc_items=items, prompt_sha1="0") for task in ("piqa", "copa")]
+        summary.append({"variant": variant, "tasks": ["piqa", "copa"], "average": share,
+                        "retained_performance": 125 * share})
+        subjects += [row(variant, ABOUT[name], subject=group, category=group, n=10, accuracy=share, stderr=0.1,
+                         items=items, predicted={"A": 10, "B": 0, "C": 0, "D": 0}) for group in list(MMLU.values())[:4]]
+        groups.append({"variant": variant, "n": 40, **dict.fromkeys(MMLU.values(), share)})
+    content = {"model": IDENTITY, "provenance": WORK}
+    write_json(run_folder / "qa.json", "qa", {**content, "results": results, "summary": summary, "paired": [],
+                                              "harness": "a harness", "bos": "no BOS"})
+    write_json(run_folder / "mmlu.json", "mmlu", {**content, "results": subjects, "summary": groups,
+                                                  "answer_tokens": {"convention": "letters", "ids": [1, 2, 3, 4]}})
+    return run_folder
 
 
-@pytest.mark.parametrize("gone", ["ppl.json", "n2/selection.json", "n2/patch_diagonal.safetensors",
-                                  "stats.safetensors"])
+def test_answers_stand_in_the_papers_tables_and_the_others_below(answers):
+    report = write_report(answers)
+    assert "Retained performance on question answering: P-n2 75.00 %." in report
+    part = report.split("## Table 5")[1].split("\n## ")[0]
+    assert "| 2 | +P | ours | 24.53 [24.29, 24.78] | 60.00 [31.27, 83.18] | 60.00 [31.27, 83.18] |" in part
+    others = report.split("## Question answering: other variants")[1].split("\n## ")[0]
+    assert "| own | 50.00 [23.66, 76.34] |" in others and "P-n2" not in others and "dense" not in others
+    four, all_of_them = 4 * " | 60.00 [31.27, 83.18]", " | 60.00 [44.60, 73.65] |"  # of 10 each, of 40
+    assert f"| 2 | LinearPatch [L] | ours{four}{all_of_them}" in report.split("## Table 16")[1].split("\n## ")[0]
+    mmlu = report.split("## MMLU, five-shot: other variants")[1].split("\n## ")[0]
+    assert "| own | 50.00" in mmlu and "P-n2" not in mmlu
+    assert "| piqa | 80.00 [49.02, 94.33] | 79.11 | - | not comparable: other model |" in report
+    assert "items and metric: piqa 10 (acc), copa 10 (acc)" in report and "answer tokens letters" in report
+
+
+@pytest.mark.parametrize("gone", ["ppl.json", "n2/selection.json", "n2/patch_hadamard.safetensors"])
 def test_missing_parts_give_a_partial_report(run_folder, gone):
     (run_folder / gone).unlink()
     assert write_report(run_folder).startswith("# ")
@@ -197,7 +315,7 @@ def test_missing_parts_give_a_partial_report(run_folder, gone):
 
 def test_files_of_other_models_and_damaged_ones_never_mix_in(run_folder):
     good, content = write_report(run_folder), json.loads((run_folder / "ppl.json").read_text())
-    wrong = [{**row, "ppl": 9.99, "ppl_ci95": [9.0, 10.0]} for row in content["results"]]
+    wrong = [ppl_row(row["variant"], row["about"], 9.99, row["removed"]) for row in content["results"]]
     foreign = {**content, "model": {**content["model"], "fingerprint": "f" * 64}, "results": wrong}
     (run_folder / "zzz.json").write_text(json.dumps(foreign))
     assert "9.99" not in write_report(run_folder)
@@ -228,72 +346,6 @@ def test_an_empty_folder_has_no_report(tmp_path):
     with pytest.raises(UserError, match="holds no artifacts"):
         write_report(tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def dry_run(*arguments, **environment):
-    return subprocess.run(["bash", str(ROOT / "run_all.sh"), "--dry-run", *arguments], capture_output=True, text=True,
-                          env={**os.environ, "LINEARPATCH_DATA": "", "SIZE": "", **environment})
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_command_of_every_target_names_existing_scripts_and_flags(preset, monkeypatch):
-    seen = 0
-    for target in TARGETS if preset == PRESETS[1] else [""]:
-        done = dry_run(preset, *([target] if target else []))
-        assert done.returncode == 0, done.stderr
-        for line in done.stdout.splitlines():
-            words = shlex.split(line.removeprefix("+ "))
-            assert words[0] == "python"
-            if words[1:3] == ["-m", "utils.paper.report"]:
-                continue
-            words = words[2:] if words[1] == "-m" else words[1:]
-            monkeypatch.setattr(sys, "argv", words)
-            importlib.import_module(words[0].removesuffix(".py")).arguments()  # exits on an unknown flag
-            seen += 1
-    assert seen > 35
-
-
-def launched(tmp_path, *lines):
-    return subprocess.run([sys.executable, "-m", "utils.paper.reproduce"], input="\n".join(lines), capture_output=True,
-                          text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
-
-
-def test_commands_run_in_forks_until_one_fails(tmp_path):
-    good, bad, after = (tmp_path / f"{name}.py" for name in ("a good one", "bad", "after"))
-    good.write_text("import sys, os\nprint('arguments', sys.argv[1:], os.getppid())\nimport torch\n"
-                    "torch.manual_seed(1)\nsys.marker = 1\n")
-    bad.write_text("import sys\nprint('marked', hasattr(sys, 'marker'))\nsys.exit(2)\n")
-    after.write_text("print('never')\n")
-    done = launched(tmp_path, f"python {shlex.quote(str(good))} x\\ y 'z  z'", f"python {bad}", f"python {after}")
-    assert done.returncode == 2 and "arguments ['x y', 'z  z']" in done.stdout, done.stderr
-    assert "marked False" in done.stdout and "never" not in done.stdout
-    assert [line for line in done.stdout.splitlines() if line.startswith("+ ")][-1] == f"+ python {bad}"
-
-
-def test_a_crash_and_a_foreign_command_end_the_run(tmp_path):
-    (tmp_path / "crash.py").write_text("raise ValueError('what')\n")
-    done = launched(tmp_path, f"python {tmp_path}/crash.py")
-    assert done.returncode == 1 and "ValueError: what" in done.stderr
-    for line, message in (("rm -rf nothing", "expected python SCRIPT"), ("python 'open", "No closing quotation"),
-                          ("python nosuch.py", "expected python SCRIPT")):
-        done = launched(tmp_path, line)
-        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
-    (tmp_path / "killed.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
-    done = launched(tmp_path, f"python {tmp_path}/killed.py")
-    assert done.returncode == 137 and "signal 9" in done.stderr
-
-
-def test_the_papers_sizes_for_the_papers_models():
-    lines = dry_run("llama2-7b", "table5").stdout
-    assert "--calib-samples 128 --seq-len 2048" in lines and "--train-samples 5000" in lines
-    assert "--datasets wikitext2 c4 ptb --seq-len 2048 --add --out" in lines and "--limit-windows" not in lines
-
-
-def test_presets_and_targets_are_listed_and_checked():
-    listing = subprocess.run(["bash", str(ROOT / "run_all.sh")], capture_output=True, text=True)
-    assert listing.returncode == 0 and all(word in listing.stdout for word in [*PRESETS, *TARGETS])
-    wrong = dry_run("llama2-7b", "table99")
-    assert wrong.returncode == 2 and "table99 is no target" in wrong.stderr
 
 
 def test_a_picture_that_is_none_is_named(run_folder):

@@ -9,6 +9,7 @@ import torch
 from tests.steps import CALIB, calibrate, ppl, prune, rows
 from tests.tiny import ids, token_text
 from utils.artifacts import read_header, read_tensors
+from utils.model_folder import origin
 from utils.models import find_model, load_decoder
 
 
@@ -18,7 +19,7 @@ def test_no_op_layers_are_found_patched_by_the_identity_and_cost_nothing(script,
     assert code == 0 and "remove layers [2, 3] (0-based), keep [0, 1, 4, 5]" in out and "warning: 33 %" in out
     selection = json.loads((tmp_path / "selection.json").read_text())
     assert selection["removed"] == [2, 3] and selection["kept"] == [0, 1, 4, 5] and selection["runs"] == [[2, 4]]
-    assert {"model", "metric", "n_prune", "scores", "parameters", "calibration", "provenance"} <= set(selection)
+    assert {"model", "about", "scores", "parameters", "calibration", "provenance"} <= set(selection)
     assert calibrate(script, folder, tmp_path, text)[0] == 0
     _, tensors = read_tensors(tmp_path / "patch.safetensors", "patch")
     torch.testing.assert_close(tensors["run0.d"], torch.ones(64), rtol=0, atol=1e-5)
@@ -77,7 +78,7 @@ def test_sliding_windows_score_every_target_once_with_enough_context(script, fol
     assert row["ppl"] == pytest.approx(torch.stack(losses).mean().exp().item(), rel=1e-6)
 
 
-def test_other_n_metric_estimator_and_scaling_need_no_forward(script, folders, tmp_path, text, monkeypatch):
+def test_other_n_metric_estimator_and_repair_need_no_forward(script, folders, tmp_path, text, monkeypatch):
     folder = folders("llama")
     assert prune(script, folder, tmp_path, text, "--n-prune", 2)[0] == 0
 
@@ -88,9 +89,9 @@ def test_other_n_metric_estimator_and_scaling_need_no_forward(script, folders, t
     for metric in ("cosine", "cosine-sequence-axis", "angular", "shortgpt"):
         code, out, _ = prune(script, folder, tmp_path, text, "--n-prune", 3, "--metric", metric)
         assert code == 0 and "stats.safetensors: reused" in out
-    for scaling in ("hadamard", "diagonal", "none", "random"):
+    for repair in ("hadamard", "diagonal", "none", "random"):
         for estimator in ("ratio-of-sums", "mean-of-ratios"):
-            assert calibrate(script, folder, tmp_path, text, "--scaling", scaling, "--estimator", estimator)[0] == 0
+            assert calibrate(script, folder, tmp_path, text, "--repair", repair, "--estimator", estimator)[0] == 0
 
 
 def test_finished_artifacts_are_reused_and_say_so(script, folders, tmp_path, text):
@@ -166,6 +167,7 @@ def test_artifacts_of_another_model_are_refused(script, folders, tmp_path, text)
 @pytest.mark.parametrize("content, message", [
     (b"", "not a JSON"), (b"{}", "no format field"),
     (b'{"format": "linearpatch/selection@9"}', "selection@9 is unknown"),
+    (b'{"format": "linearpatch/selection@1", "removed": [2]}', "--force recomputes it, or run again what wrote it"),
     (b'{"format": "linearpatch/ppl@1"}', "expected a selection"), (b"\xff\xfe", "not a JSON")])
 def test_wrong_selection_files(script, folders, tmp_path, text, content, message):
     (tmp_path / "selection.json").write_bytes(content)
@@ -183,13 +185,13 @@ def test_wrong_patch_files(script, folders, tmp_path, text):
 def test_half_precision_models_are_calibrated(script, folders, tmp_path, text, dtype):
     scales = {}
     for wanted in ("float32", dtype):
-        for scaling in ("hadamard", "diagonal"):
+        for repair in ("hadamard", "diagonal"):
             out = tmp_path / wanted
             assert prune(script, folders("llama"), out, text, "--layers", "2-3", "--dtype", wanted)[0] == 0
-            assert calibrate(script, folders("llama"), out, text, "--scaling", scaling, "--dtype", wanted)[0] == 0
-            scales[wanted, scaling] = read_tensors(out / "patch.safetensors", "patch")[1]["run0.d"]
-    for scaling in ("hadamard", "diagonal"):
-        torch.testing.assert_close(scales[dtype, scaling], scales["float32", scaling], rtol=0.02, atol=0)
+            assert calibrate(script, folders("llama"), out, text, "--repair", repair, "--dtype", wanted)[0] == 0
+            scales[wanted, repair] = read_tensors(out / "patch.safetensors", "patch")[1]["run0.d"]
+    for repair in ("hadamard", "diagonal"):
+        torch.testing.assert_close(scales[dtype, repair], scales["float32", repair], rtol=0.02, atol=0)
 
 
 def test_every_kind_of_folder_is_evaluated(script, folders, tmp_path, text):
@@ -206,19 +208,23 @@ def test_every_kind_of_folder_is_evaluated(script, folders, tmp_path, text):
         patch = dict(pruned="no", patched=f"after layer {removed[0] - 1}, yes")[name]
         assert code == 0 and f"layers 4, patch {patch}" in printed
         assert rows(out)["dense"]["ppl"] == pytest.approx(live[name]["ppl"], rel=1e-6)
-    about = [json.loads((tmp_path / name / "linearpatch.json").read_text()) for name in ("pruned", "patched")]
-    assert [a["stage"] for a in about] == ["pruned", "calibrated"]
-    assert about[1]["removed_layers"] == json.loads((tmp_path / "selection.json").read_text())["removed"]
-    assert about[1]["patch_position"] == about[1]["removed_layers"][0] - 1
+        about = {"metric": "cosine", "n": 2, **dict(pruned={"repair": "none", "stage": "pruned"},
+                                                    patched={"repair": "hadamard", "stage": "calibrated"})[name]}
+        assert live[name]["about"] == rows(out)["dense"]["about"] == about
+        content = origin(tmp_path / name)
+        assert content["about"] == about and content["removed"] == content["removed_layers"] == removed
+    assert content["patch_position"] == removed[0] - 1
+    assert live["dense"]["about"] == {"metric": None, "n": 0, "repair": "none", "stage": "dense"}
 
 
-def test_auto_keeps_the_scaling_that_is_best_on_held_out_windows(script, folders, tmp_path, text):
+def test_auto_keeps_the_repair_that_is_best_on_held_out_windows(script, folders, tmp_path, text):
     prune(script, folders("llama"), tmp_path, text, "--n-prune", 2)
-    code, out, _ = calibrate(script, folders("llama"), tmp_path, text, "--scaling", "auto", "--auto-windows", 3)
+    code, out, _ = calibrate(script, folders("llama"), tmp_path, text, "--repair", "auto", "--auto-windows", 3)
     header = read_header(tmp_path / "patch.safetensors", "patch")
     assert code == 0 and out.count("held-out calibration windows (3)") == 3
-    best = min(header["auto"], key=lambda row: row["ppl"])["scaling"]
-    assert header["scaling"] == best and header["recipe"]["scaling"] == "auto"
+    best = min(header["auto"], key=lambda row: row["ppl"])["repair"]
+    assert header["about"] == {"metric": "cosine", "n": 2, "repair": best, "stage": "calibrated"}
+    assert header["recipe"]["repair"] == "auto"
 
 
 def test_several_runs_get_a_patch_each(script, folders, tmp_path, text):
@@ -240,20 +246,20 @@ def test_help_shows_a_command(script):
         assert code == 0 and f"python {name}.py" in out
 
 
-def test_several_selections_and_scalings_in_one_call_equal_single_calls(script, folders, tmp_path, text):
+def test_several_selections_and_repairs_in_one_call_equal_single_calls(script, folders, tmp_path, text):
     folder, paths = folders("llama"), []
     for n in (1, 2):
         prune(script, folder, tmp_path / f"n{n}", text, "--n-prune", n, "--stats", tmp_path / "stats.safetensors")
         paths.append(tmp_path / f"n{n}" / "selection.json")
     common = ("--model", folder, "--calib-data", text, *CALIB, "--stats", tmp_path / "stats.safetensors",
               "--sigma-windows", 2)
-    code, _, err = script("calibrate", *common, "--selection", *paths, "--scaling", "diagonal", "hadamard")
+    code, _, err = script("calibrate", *common, "--selection", *paths, "--repair", "diagonal", "hadamard")
     assert code == 0, err
     for path in paths:
-        for scaling in ("diagonal", "hadamard"):
-            together = path.with_name(f"patch_{scaling}.safetensors")
+        for repair in ("diagonal", "hadamard"):
+            together = path.with_name(f"patch_{repair}.safetensors")
             alone = path.with_name("alone.safetensors")
-            script("calibrate", *common, "--selection", path, "--scaling", scaling, "--out", alone, "--force")
+            script("calibrate", *common, "--selection", path, "--scaling", repair, "--out", alone, "--force")
             (a, x), (b, y) = (read_tensors(file, "patch") for file in (together, alone))
             assert a["recipe"] == b["recipe"] and torch.equal(x["run0.d"], y["run0.d"])
             assert a["sigma_d"][0]["sigma_d"] == pytest.approx(b["sigma_d"][0]["sigma_d"], rel=1e-6)
@@ -371,16 +377,3 @@ def test_smaller_n_of_one_call_equal_calls_of_their_own(script, folders, tmp_pat
                 tmp_path / metric / f"n{n}" / "selection.json", tmp_path / "alone.json"))
             assert all(together[name] == alone[name] for name in ("removed", "order", "scores", "recipe")), (metric, n)
         assert not list((tmp_path / metric).glob("nn")) and not list((tmp_path / metric).glob("**/*progress*"))
-
-
-def test_an_edited_search_is_refused(script, folders, tmp_path, text):
-    out = tmp_path / "{n}.json"
-    common = ("--model", folders("llama"), "--metric", "sleb", "--calib-data", text, *CALIB, "--out", out)
-    assert script("prune", *common, "--n-prune", 3)[0] == 0
-    stored = tmp_path / "3.json"
-    content = json.loads(stored.read_text())
-    for change in ({"order": content["order"][::-1]}, {"scores": []},
-                   {"scores": [{**row, "round": 9} for row in content["scores"]]}):
-        stored.write_text(json.dumps({**content, **change}))
-        code, _, err = script("prune", *common, "--n-prune", 3, 1)
-        assert code == 2 and "damaged" in err and not (tmp_path / "1.json").exists(), change

@@ -24,13 +24,13 @@ from utils.evaluation.mmlu import Question, encode, load_subjects
 from utils.evaluation.objectives import summarise
 from utils.hadamard import rotation
 from utils.models import find_model
-from utils.patch import scale_vector
+from utils.repairs import scale_vector
 from utils.session import default_folder
 
 
 def refused(result, *words):
     code, _, err = result
-    message = err[err.rindex("error: "):]  # behind the progress bars
+    message = err[err.rindex("error: "):]  # after the progress bars
     assert code == 2 and all(word in message for word in words) and len(message.strip().splitlines()) <= 2, err
     return True
 
@@ -259,7 +259,9 @@ def test_a_perplexity_beyond_all_numbers_is_a_failure():
         summarise(torch.full((3,), 800.0, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("change", [{"scaling": None}, {"scaling": "foo"}, {"removed": None}, {"model": "x"},
+@pytest.mark.parametrize("change", [{"about": None}, {"about": {"metric": "list", "n": 2, "repair": "foo", "stage": "calibrated"}},
+                                    {"about": {"metric": "list", "n": 2, "repair": "hadamard"}}, {"format": "linearpatch/patch@1"},
+                                    {"removed": None}, {"model": "x"},
                                     {"hadamard_order": "zzz"}])
 def test_patch_headers_are_checked(script, folders, tmp_path, text, change):
     prune(script, folders("llama"), tmp_path, text, "--layers", "2-3")

@@ -73,6 +73,7 @@ class Folder(Schema):
 
     about: About
     removed: list[Count]
+    base_model: Identity = None
 
 
 class Stats(Schema):

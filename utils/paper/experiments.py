@@ -15,16 +15,16 @@ from string import Template
 EMBEDDED = "smollm2-135m"  # comes from the package index: no hub, no GPU
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Sizes. every: all n, those of the paper. tuned: the n of tables 2, 3, 9 and 10; ablated: of tables 4, 5, 8 and the
-# responses; combined: of tables 11 to 13.
-DEPTHS = {
+# Presets and sizes. every: all n, those of the paper. tuned: the n of tables 2, 3, 9 and 10; ablated: of tables 4, 5, 8
+# and the responses; combined: of tables 11 to 13. unprinted: what the paper does not have for a model.
+PRESETS = {
     EMBEDDED: {"every": (3, 5, 7), "tuned": 7, "ablated": 7, "combined": 7},  # and any other model
     "llama2-7b": {"every": (9, 7), "tuned": 7, "ablated": 9, "combined": 7},
     "llama2-13b": {"every": (10, 8), "tuned": 8, "ablated": 8, "combined": 8},
     "llama3-8b": {"every": (7, 5), "tuned": 5, "ablated": 5, "combined": 7},
     "baichuan2-7b": {"every": (9, 7), "tuned": 7, "ablated": 7, "combined": 7},
-    "deepseek-r1-qwen-7b": {"every": (7,), "tuned": 7, "ablated": 7, "combined": 7},
-    "deepseek-r1-llama-8b": {"every": (7,), "tuned": 7, "ablated": 7, "combined": 7},
+    "deepseek-r1-qwen-7b": {"every": (7,), "tuned": 7, "ablated": 7, "combined": 7, "unprinted": {"llm-pruner"}},
+    "deepseek-r1-llama-8b": {"every": (7,), "tuned": 7, "ablated": 7, "combined": 7, "unprinted": {"llm-pruner"}},
 }
 PAPER = {  # 128 windows of 2048 tokens to calibrate, 5000 to distil, all of each corpus to evaluate
     "windows": 128, "calib_len": 2048,
@@ -37,7 +37,8 @@ PAPER = {  # 128 windows of 2048 tokens to calibrate, 5000 to distil, all of eac
     "shown": 16, "sweep": "",                                      # windows behind the figures; limit of figure 1b's
     "corpus": "wikitext2", "datasets": "wikitext2 c4 ptb",
     "compared": "wikitext2 c4 ptb",                                # corpora on which all metrics are compared
-    "without": {"P-from-news"}, "unanswered": (),                  # variants and kinds of evaluation that are left out
+    "without": {"P-from-news"}, "unprinted": set(),                # variants left out: of other text, not in the paper
+    "unanswered": (),                                              # evaluations that are left out
 }
 LAPTOP = {  # for the embedded model: two CPU cores run about 570 of its tokens a second
     "windows": 16, "calib_len": 512, "search": "--calib-samples 2 --seq-len 64",
@@ -65,18 +66,15 @@ def sizes(model, folder, small=False, local_data=False):
 
     small: SIZE=small; local_data: data sets lie in local files (LINEARPATCH_DATA).
     """
-    depths = DEPTHS.get(model, DEPTHS[EMBEDDED])
-    values = {**PAPER, **(LAPTOP if model == EMBEDDED else {}),
+    values = {**PAPER, **PRESETS.get(model, PRESETS[EMBEDDED]), **(LAPTOP if model == EMBEDDED else {}),
               **(WHEELS if model == EMBEDDED and not local_data else {}), **(SMALL if small else {})}
-    if model.startswith("deepseek"):  # the paper has LLM-Pruner for the other models only
-        values["without"] = values["without"] | {"llm-pruner"}
     for name, times in (("calib_half", 0.5), ("calib", 1), ("calib_double", 2), ("calib_fourfold", 4)):
         values[name] = f"--calib-samples {times * values['windows']:g} --seq-len {values['calib_len']}"
     others = sorted(path.parent for path in Path("runs").glob("*/stats.safetensors") if path.parent != Path(folder))
     return {
-        **values, **depths, "model": shlex.quote(model), "dir": folder, "n_prune": " ".join(map(str, depths["every"])),
+        **values, "model": shlex.quote(model), "dir": folder, "n_prune": " ".join(map(str, values["every"])),
         "first": values["datasets"].split()[0],
-        "chosen": " ".join(f"n{n}={folder}/n{n}/selection.json" for n in depths["every"]),
+        "chosen": " ".join(f"n{n}={folder}/n{n}/selection.json" for n in values["every"]),
         "other_stats": " ".join(f"{other.name}={other}/stats.safetensors" for other in others),
         "other_chosen": " ".join(f"{path.relative_to('runs')}={path}" for other in others
                                  for path in sorted(other.glob("n*/selection.json"))),
@@ -191,7 +189,7 @@ class Table:
     """What a target makes: the steps of its rows, their evaluation, and pictures.
 
     names: numbers of the paper's tables, several where one form serves several models, or what we call it. kinds: what
-    is evaluated, of EVALUATIONS. at: the n of its rows, a key of DEPTHS. then: steps after the evaluation.
+    is evaluated, of EVALUATIONS. at: the n of its rows, a key of PRESETS. then: steps after the evaluation.
     """
 
     names: tuple
@@ -329,7 +327,7 @@ class Command:
     makes: tuple = ()
     variants: dict = field(default_factory=dict)  # {name: file} of an evaluation
 
-    def without(self, missing):
+    def text(self, missing=()):
         """The line for a shell, in an evaluation without the variants whose files are missing."""
         flags = []
         for flag, wanted in (("--selection", True), ("--patch", False)):
@@ -359,7 +357,7 @@ class Plan:
             depths = self.values[table.at]
             for n in depths if isinstance(depths, tuple) else (depths,):
                 for row in table.rows:
-                    if row.step.name in self.values["without"]:
+                    if row.step.name in self.values["without"] | self.values["unprinted"]:
                         continue
                     self._add_step(row.step, n)
                     file = _fill(row.step.file, self.values, n)
@@ -372,9 +370,9 @@ class Plan:
             if variants[kind] and kind in self.values["unanswered"]:
                 self.unanswered = True
             elif variants[kind]:
-                self._add(together, variants=variants[kind])
+                self._add(_fill(together, self.values, variants="$variants"), variants=variants[kind])
                 for words in models[kind]:
-                    self._add(alone, **words)
+                    self._add(_fill(alone, self.values, **words))
         for table in tables:
             for step in table.then:
                 self._add_step(step, self.values["ablated"])
@@ -382,16 +380,16 @@ class Plan:
     def _add_step(self, step, n):
         for need in step.needs:
             self._add_step(need, n)
-        every = self.values["every"]
-        makes = tuple(_fill(file, self.values, m) for file in step.also or (step.file,) for m in every if file)
-        self._add(step.command, makes, n=n,
-                  each=" ".join(_fill(step.needs[0].file, self.values, m) for m in every) if step.needs else "")
+        every, values = self.values["every"], self.values
+        each = " ".join(_fill(step.needs[0].file, values, m) for m in every) if step.needs else ""
+        lines = {m: _fill(step.command, values, m, each=each) for m in every}  # equal ones make the files of every n
+        self._add(lines[n], [_fill(file, values, m) for file in step.also or (step.file,) for m in every
+                             if file and lines[m] == lines[n]])
 
-    def _add(self, template, makes=(), variants=None, **words):
-        line = _fill(template, self.values, variants="$variants", **words)
+    def _add(self, line, makes=(), variants=None):
         if variants or line not in self.seen:  # a command is run once, however many targets need it
             self.seen.add(line)
-            self.groups[-1].append(Command(line, makes, variants or {}))
+            self.groups[-1].append(Command(line, tuple(makes), variants or {}))
 
 
 @lru_cache(maxsize=1)

@@ -395,7 +395,7 @@ def main():
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("folder", type=Path)
     args = p.parse_args()
-    print(write_report(args.folder))
+    print("\n## ".join(write_report(args.folder).split("\n## ")[:2]).strip())  # title and summary
     print(f"wrote {args.folder / 'report.md'} and {args.folder / 'report.html'}")
 
 

@@ -5,6 +5,7 @@ command that fails does not stop those that can do without its files. What was r
 """
 
 import argparse
+import importlib
 import os
 import re
 import runpy
@@ -14,7 +15,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from utils.paper.experiments import DEPTHS, EMBEDDED, GROUPS, TARGETS, Plan, sizes
+from utils.paper.experiments import PRESETS, EMBEDDED, GROUPS, TARGETS, Plan, sizes
 
 USAGE = """usage: bash run_all.sh [--dry-run] PRESET [TARGET ...]    or    bash run_all.sh test [pytest options]
 
@@ -29,11 +30,13 @@ SIZE=small runs the same commands on a few short windows, to see that everything
 LINEARPATCH_DATA=FOLDER takes data sets from local files instead of the embedded text or the hub. The embedded model
 answers questions (tables 1, 2, 16, ...) with it only."""
 
+LIBRARIES = ("utils.session", "utils.evaluation.objectives", "utils.distillation", "utils.figures", "scipy.stats")
+
 
 def usage():
     tables = [table for group in GROUPS for table in group if table.title]
     return USAGE.format(
-        embedded=EMBEDDED, hub=" ".join(name for name in DEPTHS if name != EMBEDDED),
+        embedded=EMBEDDED, hub=" ".join(name for name in PRESETS if name != EMBEDDED),
         targets="\n          ".join(f"{' '.join(table.targets):<23}{table.title}" for table in tables))
 
 
@@ -80,7 +83,7 @@ def main():
         print("question answering and MMLU are left out: they need LINEARPATCH_DATA=FOLDER (README, section Data)",
               file=sys.stderr)
     if dry_run:
-        print("\n".join(f"+ {command.without(())}" for command in commands))
+        print("\n".join(f"+ {command.text()}" for command in commands))
         return
     preload(any(" eval_qa.py " in command.line for command in commands))
     failures = run_all(commands, Log(Path(folder) / "commands.sh"))
@@ -92,9 +95,8 @@ def main():
 def preload(questions):
     """Import what the commands need into this interpreter."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for GPUs must not start CUDA before the forks
-    for name in ("utils.session", "utils.evaluation.objectives", "utils.distillation", "utils.figures", "scipy.stats",
-                 *(["utils.evaluation.qa"] if questions else [])):
-        __import__(name)
+    for name in (*LIBRARIES, *(["utils.evaluation.qa"] if questions else [])):
+        importlib.import_module(name)
 
 
 class Log:
@@ -121,7 +123,7 @@ def run_all(commands, log):
     failures, lost = [], set()
     for command in commands:
         missing = {path for path in lost if not os.path.exists(path)}
-        line = command.without(missing)
+        line = command.text(missing)
         words = shlex.split(line)
         gone = sorted(missing.intersection(word.rpartition("=")[2] for word in words))
         left_out = [name for name, file in command.variants.items() if file in missing]
