@@ -5,7 +5,7 @@ import torch
 
 from tests.artifacts import identity
 from tests.tiny import FAMILIES, ids, plain_states, tiny
-from utils.activations import Stats, collect, token_scaling_spread
+from utils.activations import MOMENTS, Stats, collect, collect_moments, token_scaling_spread
 from utils.decoder import Decoder
 from utils.errors import UserError, WorkError
 from utils.hadamard import rotation
@@ -109,3 +109,62 @@ def test_non_finite_states_stop_the_pass():
 def test_every_family_is_collected(family):
     stats = collect(Decoder(tiny(family)), ids(), rotation(64), progress=False)
     assert stats.l1_raw.shape == stats.l1_rotated.shape == (2, 7, 64)
+
+
+# ----- second moments
+
+
+def mlp_outputs(model, input_ids):
+    """{l: what layer l adds last, float64 [B, T, C]} by hooks of their own: the MLP's output, or of the norm behind."""
+    seen = {}
+    handles = [getattr(layer, "post_feedforward_layernorm", layer.mlp).register_forward_hook(
+        lambda _m, _a, out, index=index: seen.__setitem__(index, out.double()))
+        for index, layer in enumerate(model.model.layers)]
+    with torch.no_grad():
+        model(input_ids)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3", "qwen3", "phi3", "mistral"])
+@pytest.mark.parametrize("skip", [0, 1])
+def test_moments_equal_a_plain_loop(family, skip):
+    model, input_ids = tiny(family), ids(3)
+    runs, names = [(2, 4), (1, 6), (0, 2)], list(MOMENTS)
+    found = collect_moments(Decoder(model), input_ids, runs, names, batch_size=2, skip_first=bool(skip), progress=False)
+    states, mlps = plain_states(model, input_ids)[:, :, skip:].flatten(1, 2), mlp_outputs(model, input_ids)
+    for start, end in runs:
+        x, y = states[start], states[end]
+        expected = {"xx": x.T @ x, "xy": x.T @ y, "yy": y.T @ y}
+        if start:
+            m = mlps[start - 1][:, skip:].flatten(0, 1)
+            expected |= {"mm": m.T @ m, "mr": m.T @ (y - x + m)}
+        assert found[start, end].keys() == expected.keys()
+        for name, value in expected.items():
+            assert found[start, end][name].dtype == torch.float64
+            torch.testing.assert_close(found[start, end][name], value, rtol=1e-5, atol=1e-4 * value.abs().max())
+
+
+def test_moments_of_parts_add_up():
+    decoder, input_ids = Decoder(tiny()), ids(5)
+    whole, one, two = (collect_moments(decoder, part, [(2, 4)], list(MOMENTS), batch_size=size, progress=False)[2, 4]
+                       for part, size in ((input_ids, 4), (input_ids[:2], 1), (input_ids[2:], 3)))
+    for name, value in whole.items():  # up to the model's own rounding, which depends on the batch
+        torch.testing.assert_close(one[name] + two[name], value, rtol=1e-5, atol=1e-6 * value.abs().max())
+
+
+def test_moments_of_an_mlp_that_is_added_with_the_attention_are_refused():
+    decoder = Decoder(tiny("phi"))
+    assert decoder.mlps == [None] * 6
+    collect_moments(decoder, ids(), [(2, 4)], ["xx"], progress=False)
+    with pytest.raises(UserError, match="layer 1 adds its MLP .* together with its attention"):
+        collect_moments(decoder, ids(), [(2, 4)], ["mm"], progress=False)
+
+
+def test_non_finite_moments_stop():
+    decoder = Decoder(tiny())
+    with torch.no_grad():
+        decoder.layers[3].mlp.down_proj.weight[0, 0] = float("inf")
+    with pytest.raises(WorkError, match=r"non-finite moments of run \[2, 4\)"):
+        collect_moments(decoder, ids(), [(2, 4)], ["xy"], progress=False)

@@ -182,10 +182,10 @@ class Auto(Repair):
 
 
 class LeastSquares(Repair):
-    """A matrix on the stream fitted to Y = X^(end) from X = X^(start) by second moments; the whole [C, C] is kept.
+    """A matrix on the stream fitted to Y = X^(end) from X = X^(start) by second moments.
 
     S = X^T X, B = X^T Y. Regularised by a ridge toward the identity, `ridge` times the mean of diag(S), most of which
-    is the attention sink's.
+    is the attention sink's. solve(given, run, ridge float64 [C, C], **moments) -> float64 [C, C], or [C] for a diagonal.
     """
 
     moments, options, ridge = ("xx", "xy"), ("ridge", "exclude_first_token"), 1e-6
@@ -193,8 +193,8 @@ class LeastSquares(Repair):
     def fit_run(self, given, start, end, number):
         found, eye = given.moments((start, end)), torch.eye(given.size, dtype=torch.float64)
         moments = {name: found[name].cpu() for name in self.moments}
-        ridge = (self.ridge if given.ridge is None else given.ridge) * moments["xx"].diagonal().mean()
-        weight = self.solve(ridge_toward_identity=ridge * eye, given=given, **moments)
+        ridge = (self.ridge if given.ridge is None else given.ridge) * moments[self.moments[0]].diagonal().mean()
+        weight = self.solve(given, (start, end), ridge * eye, **moments)
         if not torch.isfinite(weight).all():
             raise WorkError(f"run [{start}, {end}): the fit of {self.name} is not finite; raise --ridge")
         return {"weight" if weight.ndim == 2 else "d": weight}
@@ -202,25 +202,25 @@ class LeastSquares(Repair):
 
 @repair("scalar", "one number, by least squares: c = tr(B) / tr(S)")
 class Scalar(LeastSquares):
-    def solve(self, xx, xy, ridge_toward_identity, given):
-        ridge = ridge_toward_identity.trace()
-        return ((xy.trace() + ridge) / (xx.trace() + ridge)).expand(given.size).clone()
+    def solve(self, given, run, ridge, xx, xy):
+        return ((xy + ridge).trace() / (xx + ridge).trace()).expand(given.size).clone()
 
 
 @repair("least-squares-diagonal", "d on the rotated channels by least squares, not by magnitudes")
 class LeastSquaresDiagonal(LeastSquares):
     options = ("ridge", "exclude_first_token", "hadamard_order")
+    header, matrix = Hadamard.header, Hadamard.matrix
 
-    def solve(self, xx, xy, ridge_toward_identity, given):
+    def solve(self, given, run, ridge, xx, xy):
         h = rotation(given.size, order=given.order).matrix()
-        before, cross = (h.T @ (part + ridge_toward_identity) @ h for part in (xx, xy))
-        return rotation(given.size, order=given.order).conjugate(cross.diagonal() / before.diagonal())
+        before, cross = (h.T @ (part + ridge) @ h for part in (xx, xy))
+        return cross.diagonal() / before.diagonal()
 
 
 @repair("symmetric", "the best symmetric P by least squares: S P + P S = B + B^T")
 class Symmetric(LeastSquares):
-    def solve(self, xx, xy, ridge_toward_identity, given):
-        values, vectors = torch.linalg.eigh(xx + ridge_toward_identity)
+    def solve(self, given, run, ridge, xx, xy):
+        values, vectors = torch.linalg.eigh(xx + ridge)
         target = vectors.T @ (xy + xy.T - 2 * xx) @ vectors  # for P - I
         found = torch.eye(given.size).double() + vectors @ (target / (values[:, None] + values)) @ vectors.T
         return (found + found.T) / 2
@@ -228,36 +228,32 @@ class Symmetric(LeastSquares):
 
 @repair("ghosted", "Ghosted Layers: the best P of all by least squares")
 class Ghosted(LeastSquares):
-    def solve(self, xx, xy, ridge_toward_identity, given):
-        return torch.eye(given.size).double() + torch.linalg.solve(xx + ridge_toward_identity, xy - xx)
+    def solve(self, given, run, ridge, xx, xy):
+        return torch.eye(given.size).double() + torch.linalg.solve(xx + ridge, xy - xx)
 
 
 @repair("low-rank", "LinearPatch plus the best matrix of rank --rank behind it, by least squares")
 class LowRank(LeastSquares):
     reads, options = "l1_rotated", ("ridge", "rank", "exclude_first_token", "estimator", "hadamard_order")
 
-    def fit_run(self, given, start, end, number):
-        d = scale_vector(given.stats.l1_rotated, start, end, given.estimator)
-        self.patch = rotation(given.size, order=given.order).conjugate(d).double()
-        return super().fit_run(given, start, end, number)
-
-    def solve(self, xx, xy, ridge_toward_identity, given):
+    def solve(self, given, run, ridge, xx, xy):
         """Reduced-rank regression of the residual Y - X P: the top right singular vectors of the fitted values."""
-        before = xx + ridge_toward_identity
-        rest = torch.linalg.solve(before, xy - xx @ self.patch)
+        d = scale_vector(getattr(given.stats, self.reads), *run, given.estimator)
+        patch, before = rotation(given.size, order=given.order).conjugate(d).double(), xx + ridge
+        rest = torch.linalg.solve(before, xy - xx @ patch)
         _, _, right = torch.linalg.svd(torch.linalg.cholesky(before).T @ rest)
         top = right[:given.rank].T
-        return self.patch + rest @ top @ top.T
+        return patch + rest @ top @ top.T
 
 
 @repair("bures", "the symmetric positive P that keeps second moments: S^-1/2 (S^1/2 Y^T Y S^1/2)^1/2 S^-1/2")
 class Bures(LeastSquares):
     moments = ("xx", "yy")
 
-    def solve(self, xx, yy, ridge_toward_identity, given):
-        values, vectors = torch.linalg.eigh(xx + ridge_toward_identity)
+    def solve(self, given, run, ridge, xx, yy):
+        values, vectors = torch.linalg.eigh(xx + ridge)
         root, inverse = (vectors * values**power @ vectors.T for power in (0.5, -0.5))
-        values, vectors = torch.linalg.eigh(root @ (yy + ridge_toward_identity) @ root)
+        values, vectors = torch.linalg.eigh(root @ (yy + ridge) @ root)
         found = inverse @ (vectors * values.clamp(min=0).sqrt() @ vectors.T) @ inverse
         return (found + found.T) / 2
 
