@@ -13,8 +13,8 @@ from utils.activations import token_scaling_spread
 from utils.artifacts import reusable
 from utils.errors import UserError
 from utils.evaluation.objectives import summarise, window_losses
+from utils.folding import check_fold, save_model
 from utils.hadamard import rotation
-from utils.model_folder import save_folder
 from utils.repairs import ESTIMATORS, REPAIRS, Calibration, write_patch
 from utils.session import Session, default_folder
 
@@ -39,15 +39,15 @@ def arguments():
                    help="order of the Kronecker factors of H where C is not a power of two")
     p.add_argument("--sigma-windows", type=cli.non_negative, default=0,
                    help="also measure sigma_d, eq. (4), on so many windows")
-    p.add_argument("--auto-windows", type=cli.positive, default=8, help="held-out windows of --repair auto")
+    p.add_argument("--auto-windows", type=cli.positive, default=8, help="held-out windows of --repair auto and --fold")
     cli.add_data_flags(p)
     cli.add_calibration_flags(p)
     cli.add_output_flags(p, "patch file; default runs/<model>/patch.safetensors, or with several selections or "
                             "repairs patch_REPAIR.safetensors beside each selection")
     p.add_argument("--stats", type=Path,
                    help="statistics to read or write; default stats.safetensors beside --selection")
-    p.add_argument("--save-model", type=Path, help="also write the patched model as a folder")
-    args = p.parse_args()
+    cli.add_save_model_flags(p, "the patched model")
+    args = cli.parse(p)
     args.selection = list(dict.fromkeys(args.selection or [default_folder(args.model) / "selection.json"]))
     args.repair = list(dict.fromkeys(args.repair))
     if len(args.selection) * len(args.repair) > 1 and (args.out or args.save_model):
@@ -73,6 +73,8 @@ def main():
     if args.save_model:
         session.tokenizer  # a model folder needs one: fail before any work
     pruned = {path: session.read_selection(path) for path in args.selection}
+    for path, name in outs:
+        check_fold(session, REPAIRS[name], pruned[path].layers)
 
     # The statistics, only where a repair or sigma_d needs text; moments of all runs in one pass, when first asked for.
     runs = sorted({run for variant in pruned.values() for run in variant.layers.runs})
@@ -93,9 +95,8 @@ def main():
         variant, header = session.read_patch(out)
         report(variant, header, out)
     if args.save_model:
-        save_folder(session.decoder, session.tokenizer, variant, args.save_model,
-                    {"base_model": header["model"], "calibration": header["calibration"], "seed": args.seed})
-        print(f"wrote {args.save_model} ({variant.describe(session.source)})")
+        save_model(session, variant, lambda: session.calibration(part="validation", samples=args.auto_windows).ids,
+                   {"base_model": header["model"], "calibration": header["calibration"], "seed": args.seed})
 
 
 def make_patch(out, pruned, repair, args, session, given, measured, spreads):

@@ -14,7 +14,7 @@ from utils import cli
 from utils.artifacts import atomic_path, reusable
 from utils.distillation import Distiller
 from utils.errors import UserError
-from utils.model_folder import save_folder
+from utils.folding import check_fold, save_model
 from utils.networks import PARAMETRISATIONS
 from utils.repairs import REPAIRS, write_patch
 from utils.session import Session, default_folder
@@ -57,8 +57,8 @@ def arguments():
                        help="of cached probabilities")
     cli.add_data_flags(p)
     cli.add_output_flags(p, "fine-tuned patch; default runs/<model>/patch_ft.safetensors")
-    p.add_argument("--save-model", type=Path, help="also write the fine-tuned model as a folder")
-    args = p.parse_args()
+    cli.add_save_model_flags(p, "the fine-tuned model")
+    args = cli.parse(p)
     args.patch = args.patch or default_folder(args.model) / "patch.safetensors"
     args.calib_sampling, args.calib_samples = "random", args.train_samples
     return args
@@ -83,6 +83,7 @@ def main():
     if not args.replace and not repair.is_matrix:
         raise UserError(f"{args.patch}: holds replacement networks, training starts from a patch; --replace takes "
                         "only the removed layers from it")
+    check_fold(session, repair, variant.layers)
     windows, held_out = session.calibration(), session.calibration(part="validation", samples=args.val_samples)
     names = ("mode", "top_k", "loss", "trainable", "replace", "init", "epochs", "batch_size", "accumulate", "lr",
              "weight_decay", "decay_to_start", "clip", "seed", "save_every", "cache_dtype")
@@ -95,9 +96,8 @@ def main():
         distil(args, session, variant, repair, windows, held_out, recipe)
     if args.save_model:
         tuned, _ = session.read_patch(args.out)
-        save_folder(session.decoder, session.tokenizer, tuned, args.save_model,
-                    {"base_model": session.source.identity(), "calibration": windows.info, "seed": args.seed})
-        print(f"wrote {args.save_model} ({tuned.describe(session.source)})")
+        save_model(session, tuned, lambda: held_out.ids,
+                   {"base_model": session.source.identity(), "calibration": windows.info, "seed": args.seed})
 
 
 def distil(args, session, variant, repair, windows, held_out, recipe):

@@ -77,6 +77,26 @@ def add_output_flags(p, out_help):
     p.add_argument("--force", action="store_true", help="recompute even if the artifact is there with the same recipe")
 
 
+def add_save_model_flags(p, what):
+    """--save-model of a patched model, and how it is folded."""
+    group = p.add_argument_group("model folder")
+    group.add_argument("--save-model", type=Path, help=f"also write {what} as a folder")
+    group.add_argument("--fold", choices=["no", "near", "exact"], default="no",
+                       help="put the repair into the model's own weights: an ordinary model without a patch, without "
+                            "remote code. near: of patches on the stream, up to the spread over tokens of one number "
+                            "a norm; exact: of maps on an MLP's output")
+    group.add_argument("--fold-tolerance", type=amount, default=0.01,
+                       help="relative change of perplexity on held-out windows above which no folder is written")
+
+
+def parse(p):
+    """The arguments of a script with --fold, which is refused without --save-model."""
+    args = p.parse_args()
+    if args.fold != "no" and not args.save_model:
+        p.error("--fold: is of the folder that --save-model names; give that as well")
+    return args
+
+
 def positive(text):
     """argparse type: an integer of at least 1."""
     value = int(text)

@@ -13,10 +13,13 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from utils.decoder import Variant, first_tensor, run_variants
-from utils.errors import UserError
+from utils.errors import UserError, WorkError
 from utils.evaluation.objectives import perplexity
+from utils.model_folder import save_folder
+from utils.repairs import REPAIRS
 
 PROBE_TOKENS = 16
+CONSTANT_TOKENS = 4096  # calibration tokens that the constants c are medians of
 
 
 class NotFoldable(UserError):
@@ -74,18 +77,24 @@ def ports(decoder, batch, index, hidden):
         if name in seen and torch.is_tensor(seen[name][1]) and seen[name][1].shape == hidden.shape:
             if not any(maps[name] in readers for _, readers, _ in norms):
                 added.append((maps[name], seen[name][1]))
-    kind, scale = type(layer).__name__, getattr(decoder.config, "residual_multiplier", 1.0)
-    if not norms or not all(readers for _, readers, _ in norms):
-        raise NotFoldable(f"{kind}: its norms are not read by linear maps alone")
-    rest = hidden
-    for number, (_, _, given) in enumerate(norms):  # the stream must be what the norms read
-        if not _close(given, rest):
-            raise NotFoldable(f"{kind}: adds something to the stream that is not the output of a linear map alone")
-        if number < len(added):
-            rest = given + scale * added[number][1]
-    if len(added) != len(norms) or not _close(after, rest):
-        raise NotFoldable(f"{kind}: adds something to the stream that is not the output of a linear map alone")
+    scale = getattr(decoder.config, "residual_multiplier", 1.0)
+    rest, good = hidden, len(added) == len(norms) > 0 and all(readers for _, readers, _ in norms)
+    for (_, _, given), (_, output) in zip(norms, added):  # the stream must be what the norms read
+        good, rest = good and _close(given, rest), given + scale * output
+    if not good or not _close(after, rest):
+        raise NotFoldable(f"{type(layer).__name__}, layer {index}: {_reason(decoder, index)}")
     return after, [(norm, readers) for norm, readers, _ in norms], [part for part, _ in added]
+
+
+def _reason(decoder, index):
+    """Why a layer is not of the kind that folds."""
+    if decoder.mlps[index] is None:
+        return "adds attention and MLP to the stream together, each of them read from the same norm"
+    if not linear_maps(decoder.mlps[index]):
+        return "has a norm behind its MLP, so what is added to the stream is not the output of a linear map"
+    if any(isinstance(part, nn.LayerNorm) for part in decoder.layers[index].children()):
+        return "its LayerNorm subtracts the mean over channels, which depends on the basis"
+    return "more stands between its norms w * x / rms(x) and the stream than linear maps"
 
 
 def _close(a, b):
@@ -94,40 +103,45 @@ def _close(a, b):
 
 def read_through(part, matrix):
     """Change a linear map y = f(x) into y = f(x M), M float64 [C, C] on row vectors."""
-    weight = part.weight.data
-    new = matrix.to(weight.device) @ (weight if isinstance(part, Conv1D) else weight.T).double()
-    part.weight = nn.Parameter((new if isinstance(part, Conv1D) else new.T).to(weight.dtype).contiguous(),
-                               requires_grad=False)
+    _set_rows(part, matrix @ _rows(part))
 
 
 def write_through(part, matrix):
     """Change a linear map y = f(x) into y = f(x) M, M float64 [C, C] on row vectors; its bias as well."""
-    weight, matrix = part.weight.data, matrix.to(part.weight.device)
-    new = (weight if isinstance(part, Conv1D) else weight.T).double() @ matrix
-    part.weight = nn.Parameter((new if isinstance(part, Conv1D) else new.T).to(weight.dtype).contiguous(),
-                               requires_grad=False)
+    _set_rows(part, _rows(part) @ matrix)
     if part.bias is not None:
-        part.bias = nn.Parameter((part.bias.data.double() @ matrix).to(weight.dtype), requires_grad=False)
+        part.bias = _constant(part.bias.data.cpu().double() @ matrix, part.bias)
 
 
-def norm_ratio(states, matrix):
-    """s = rms(u) / rms(u P) of each token, float64 [tokens], for u [..., C]."""
-    u = states.flatten(0, -2).double()
-    return u.norm(dim=1) / (u @ matrix.to(u.device)).norm(dim=1)
+def _rows(part):
+    """The weight of a linear map on row vectors, float64 [inputs, outputs] on the CPU."""
+    weight = part.weight.data.cpu().double()
+    return weight if isinstance(part, Conv1D) else weight.T
+
+
+def _set_rows(part, new):
+    part.weight = _constant(new if isinstance(part, Conv1D) else new.T, part.weight)
+
+
+def _constant(values, like):
+    return nn.Parameter(values.to(like.device, like.dtype).contiguous(), requires_grad=False)
+
+
+def norm_ratio(norm, states, matrix):
+    """s = r(u) / r(u P) of each token, float64 [tokens], for u [..., C] and a norm whose weight is 1.
+
+    r(x) = |x| / |norm(x)| is what the norm divides by: rms(x), with its own epsilon, which small states feel.
+    """
+    u = states.flatten(0, -2).cpu().double()
+    turned = u @ matrix
+    divided = [norm(x.to(states.device, states.dtype)).cpu().double().norm(dim=1) for x in (u, turned)]
+    return u.norm(dim=1) / divided[0] * divided[1] / turned.norm(dim=1)
 
 
 @torch.no_grad()
-def fold_near(decoder, variant, input_ids):
-    """Fold the patches of `variant` into the decoder's own weights, in place; the layers stay in their list.
-
-    input_ids: calibration windows int64 [N, T]. Returns [{"place", "c", "spread"}], spread: the coefficient of variation
-    of s over tokens at each norm. Raises NotFoldable, before any weight is changed where the architecture is the reason.
-    """
-    batch, layers, depth = decoder.inputs(input_ids), variant.layers, decoder.num_layers
-    matrices = {end: patch.weight.data.double().cpu() for end, patch in variant.modules.items()}
-    matrices = {end: torch.diag(m) if m.ndim == 1 else m for end, m in matrices.items()}
-    first = min(matrices)
-    after = [index for index in layers.kept if index >= first]
+def near(decoder, layers):
+    """fold(variant, input_ids) of patches on the stream; raises NotFoldable where the architecture forbids it."""
+    first = layers.runs[0][1]
     probe = decoder.inputs(torch.arange(PROBE_TOKENS)[None] % decoder.vocab_size)
     hidden, found = probe.hidden, {}
     for index in layers.kept:
@@ -136,43 +150,105 @@ def fold_near(decoder, variant, input_ids):
         else:
             hidden = decoder.layer(probe, index, hidden)
     if not is_rms_norm(decoder.norm):
-        raise NotFoldable(f"{type(decoder.norm).__name__}: the final norm is no RMS norm")
-    _untie(decoder)
+        raise NotFoldable(f"{type(decoder.norm).__name__}: the final norm is not w * x / rms(x)")
+    return lambda variant, input_ids: _fold_near(decoder, variant, input_ids, found)
 
-    hidden, product, report = batch.hidden, torch.eye(decoder.hidden_size).double(), []
-    for index in [index for index in layers.kept if index < first]:
+
+@torch.no_grad()
+def _fold_near(decoder, variant, input_ids, found):
+    """Fold patches into the decoder's own weights, in place; the layers stay in their list.
+
+    input_ids: calibration windows int64 [N, T]; found: {layer: its ports}. Returns [{"place", "c", "spread"}], spread:
+    the coefficient of variation of s over tokens at each norm.
+    """
+    matrices = {end: patch.weight.data.double().cpu() for end, patch in variant.modules.items()}
+    matrices = {end: torch.diag(m) if m.ndim == 1 else m for end, m in matrices.items()}
+    eye, batch, report = torch.eye(decoder.hidden_size).double(), decoder.inputs(input_ids), []
+    hidden, product = batch.hidden, eye
+    _untie(decoder)
+    for index in variant.layers.kept:
+        if index in found:
+            product = product @ matrices.get(index, eye)
+            inverse = torch.linalg.inv(product)
+            norms, writers = found[index]
+            for norm, readers in norms:
+                for part in readers:
+                    read_through(part, product * norm.weight.data.double().cpu())
+                norm.weight = _constant(torch.ones(len(norm.weight)), norm.weight)
+            for part in writers:
+                write_through(part, inverse)
+            for norm, _ in norms:  # each behind the folded maps before it
+                report.append(_set_constant(norm, _input_of(decoder, batch, index, norm, hidden), product,
+                                            f"layer {index}"))
         hidden = decoder.layer(batch, index, hidden)
-    for index in after:
-        product = product @ matrices.get(index, torch.eye(len(product)).double())
-        inverse = torch.linalg.inv(product)
-        norms, writers = found[index]
-        for norm, readers in norms:
-            for part in readers:
-                read_through(part, product * norm.weight.data.double().cpu())
-            norm.weight = nn.Parameter(torch.ones_like(norm.weight), requires_grad=False)
-        for part in writers:
-            write_through(part, inverse)
-        for norm, _ in norms:  # each behind the folded maps before it
-            report.append(_set_constant(norm, _input_of(decoder, batch, index, norm, hidden), product, f"layer {index}"))
-        hidden = decoder.layer(batch, index, hidden)
-    product = product @ matrices.get(depth, torch.eye(len(product)).double())
+    product = product @ matrices.get(decoder.num_layers, eye)
     read_through(decoder.head, product * decoder.norm.weight.data.double().cpu())
     report.append(_set_constant(decoder.norm, hidden, product, "final norm"))
     return report
 
 
+FOLDS = {"near": near}  # name in --fold -> function (decoder, layers) that gives fold(variant, input_ids)
+
+
+def check_fold(session, repair, layers):
+    """Raise NotFoldable before any work where --save-model --fold of this repair cannot be."""
+    args = session.args
+    if args.save_model and args.fold == "no" and not repair.is_matrix:
+        raise NotFoldable(f"--save-model: repair {repair.name} has no place in a folder unless it is folded; "
+                          + (f"give --fold {repair.folds[0]}" if repair.folds else "evaluate with its patch file"))
+    if args.save_model and args.fold != "no":
+        if args.fold not in repair.folds:
+            raise NotFoldable(f"--fold {args.fold}: repair {repair.name} cannot be folded so"
+                              + (f"; give --fold {repair.folds[0]}" if repair.folds else ""))
+        _checked(session, layers)
+
+
+def _checked(session, layers):
+    try:
+        return FOLDS[session.args.fold](session.decoder, layers)
+    except UserError as error:
+        raise NotFoldable(f"--fold {session.args.fold}: {error}") from None
+
+
+def save_model(session, variant, held_out, more):
+    """Write the folder of --save-model, folded as --fold says; the decoder's model is changed in place.
+
+    held_out: function that gives windows int64 [N, T], on which the folded model is first compared with the patched
+    one. Raises WorkError where their perplexities differ by more than --fold-tolerance, relatively; nothing is written.
+    """
+    args, decoder = session.args, session.decoder
+    if args.fold != "no":
+        fold, places = _checked(session, variant.layers), []
+        windows = session.calibration().ids
+        windows = windows[:max(1, CONSTANT_TOKENS // windows.shape[1])]
+        seen = compare(decoder, variant, lambda: places.extend(fold(variant, windows)), held_out())
+        seen |= {"spread": max((place["spread"] for place in places), default=0.0)}
+        text = ("perplexity {ppl_patched:.3f} patched, {ppl_folded:.3f} folded, ratio {ratio:.5f}; KL {kl:.5f}; equal "
+                "first tokens {equal_first:.2%}; spread of s {spread:.2%}; {tokens} held-out tokens").format(**seen)
+        if not abs(seen["ratio"] - 1) <= args.fold_tolerance:
+            raise WorkError(f"--fold {args.fold}: not within {args.fold_tolerance:g} of the patched model, no folder "
+                            f"written: {text}")
+        print(f"folded ({args.fold}): {text}")
+        more = {**more, "folding": {"kind": args.fold, **seen, "tolerance": args.fold_tolerance,
+                                    "constants": places, "constants_tokens": windows.numel()}}
+        variant = Variant(variant.name, variant.layers, about=variant.about)
+    save_folder(decoder, session.tokenizer, variant, args.save_model, more)
+    print(f"wrote {args.save_model} ({variant.describe(session.source)})")
+
+
 def _set_constant(norm, states, product, place):
-    ratio = norm_ratio(states, product)
+    norm.weight = _constant(torch.ones(len(norm.weight)), norm.weight)
+    ratio = norm_ratio(norm, states, product)
     c = ratio.median().item()
-    norm.weight = nn.Parameter(torch.full_like(norm.weight, c), requires_grad=False)
+    norm.weight = _constant(torch.full((len(norm.weight),), c), norm.weight)
     return {"place": place, "c": c, "spread": (ratio.std() / ratio.mean()).item()}
 
 
 def _input_of(decoder, batch, index, norm, hidden):
     """What a norm of a layer reads, [B, T, C]."""
     seen = []
-    handle = norm.register_forward_pre_hook(lambda _m, args, kwargs: seen.append(args[0] if args else
-                                            kwargs["hidden_states"]), with_kwargs=True)
+    handle = norm.register_forward_pre_hook(
+        lambda _m, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True)
     decoder.layer(batch, index, hidden)
     handle.remove()
     return seen[0]

@@ -146,8 +146,8 @@ def origin(folder):
 def save_folder(decoder, tokenizer, variant, folder, more):
     """Write `variant` as a complete model folder, atomically; the decoder's model is cut in place.
 
-    config, safetensors, tokenizer, generation config, and linearpatch.json with the layer lists, the variant's `about`,
-    where patches sit, and `more`. With patches or narrow layers also modeling_linearpatch.py: it then loads with
+    config, safetensors, tokenizer, generation config, linearpatch.json with the layer lists, the variant's `about`,
+    where patches sit, and `more`, and README.md, the model card. With patches or narrow layers also modeling_linearpatch.py: it then loads with
     trust_remote_code=True only. What lies at `folder` is replaced: cli.check_outputs says what may be. Raises
     UserError on what cannot be saved.
     """
@@ -165,12 +165,14 @@ def save_folder(decoder, tokenizer, variant, folder, more):
         if hasattr(model.config, "linear_patch_base"):
             (temporary / "modeling_linearpatch.py").write_text(_remote_code(model.config.linear_patch_base))
         positions = [layers.position(index) - 1 for index in places]
-        write_json(temporary / "linearpatch.json", "folder", {
-            **layers.json(), "about": variant.about, "removed_layers": list(layers.removed),
-            "patch_position": positions[0] if len(positions) == 1 else positions or None,
-            "patch_position_meaning": "acts on the output of this kept layer, numbered in the saved model; "
-                                      "-1: embedding",
-            **more})
+        content = {**layers.json(), "about": variant.about, "removed_layers": list(layers.removed),
+                   "patch_position": positions[0] if len(positions) == 1 else positions or None,
+                   "patch_position_meaning": "acts on the output of this kept layer, numbered in the saved model; "
+                                             "-1: embedding",
+                   **more}
+        write_json(temporary / "linearpatch.json", "folder", content)
+        (temporary / "README.md").write_text(model_card(content, hasattr(model.config, "linear_patch_base")),
+                                             encoding="utf-8")
         os.chmod(temporary, 0o755)
         old = Path(f"{temporary}.old")
         if folder.exists():
@@ -181,6 +183,29 @@ def save_folder(decoder, tokenizer, variant, folder, more):
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return model
+
+
+def model_card(content, own_code):
+    """README.md of a folder from its linearpatch.json: what was removed, the repair, its numbers, how to load."""
+    about, folding, removed = content["about"], content.get("folding"), content["removed"]
+    base = content.get("base_model", {}).get("label", "its base model")
+    chosen = f" (chosen by `{about['metric']}`)" if about["metric"] else ""
+    lines = [f"# {base}, {about['stage']}", "",
+             f"Layers {', '.join(map(str, removed))} of 0 to {len(removed) + len(content['kept']) - 1} of {base} were "
+             f"removed{chosen}; repair: `{about['repair']}`, {about['stage']}." if removed else
+             f"No layer of {base} was removed; {about['n']} were changed{chosen}.", ""]
+    if folding:
+        lines += [f"The repair is folded (`{folding['kind']}`) into the weights of the base architecture. On "
+                  f"{folding['tokens']} held-out tokens, with the repair as a module of its own and folded:", "",
+                  "| | |", "|---|---|", f"| perplexity, module | {folding['ppl_patched']:.4f} |",
+                  f"| perplexity, folded | {folding['ppl_folded']:.4f} (ratio {folding['ratio']:.5f}) |",
+                  f"| KL, nats a token | {folding['kl']:.2g} |",
+                  f"| equal first tokens | {folding['equal_first']:.2%} |",
+                  f"| spread over tokens of what the norms hold as constants | {folding['spread']:.2%} |", ""]
+    load = "(FOLDER, trust_remote_code=True)" if own_code else "(FOLDER)"
+    code = "; modeling_linearpatch.py of this folder is run" if own_code else ", without code of its own"
+    return "\n".join([*lines, f"To load it{code}:", "", "```python", "from transformers import AutoModelForCausalLM",
+                      f"model = AutoModelForCausalLM.from_pretrained{load}", "```", ""])
 
 
 def importable(model_class):

@@ -70,12 +70,14 @@ class Repair:
     closed_form: whether calibrate.py can fit it.
 
     is_matrix: its module is one matrix on the stream, so that it can be scaled, saved inside a model folder, and
-    training can start from it. options: flags of calibrate.py that its result depends on.
+    training can start from it. folds: names in folding.FOLDS of the ways in which it goes into the model's own weights.
+    options: flags of calibrate.py that its result depends on.
     """
 
     reads, moments = None, ()
     closed_form = True
     is_matrix = True
+    folds = ("near",)
     options = ()
 
     def fit(self, given, layers):
@@ -262,6 +264,7 @@ class Network(Repair):
     """A trained network in the place of each run, the baselines of LLM-Streamline."""
 
     closed_form = is_matrix = False
+    folds = ()
 
     def module(self, own, header, start, decoder=None):
         try:

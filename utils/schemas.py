@@ -68,12 +68,26 @@ class Patch(Removal):
     auto: list[dict] = []
 
 
+class Folding(Schema):
+    """How a repair went into the weights, and the folded model against the patched one on held-out windows."""
+
+    kind: str
+    ppl_patched: Positive
+    ppl_folded: Positive
+    ratio: Positive
+    kl: float
+    equal_first: Share
+    spread: Annotated[float, Field(ge=0)]
+    tolerance: Annotated[float, Field(ge=0)]
+
+
 class Folder(Schema):
     """linearpatch.json of a saved model folder."""
 
     about: About
     removed: list[Count]
     base_model: Identity = None
+    folding: Folding = None
 
 
 class Stats(Schema):
