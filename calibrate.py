@@ -30,8 +30,8 @@ def arguments():
                    help="; ".join(f"{name}: {repair.help}" for name, repair in fitted.items()))
     p.add_argument("--estimator", choices=ESTIMATORS, default="ratio-of-sums",
                    help="of d: the paper's ratio of sums, or the released code's mean of per-sample ratios")
-    p.add_argument("--ridge", type=cli.amount, help="of fits by least squares, times the mean of the diagonal of X^T X; "
-                   "default 1e-6 on the stream, 1e-3 on an MLP's output")
+    p.add_argument("--ridge", type=cli.amount, help="of fits by least squares, times the mean of the diagonal of X^T X;"
+                   " default 1e-6 on the stream, 1e-3 on an MLP's output")
     p.add_argument("--rank", type=cli.positive, default=64, help="of --repair low-rank")
     p.add_argument("--exclude-first-token", action="store_true",
                    help="leave the first token of each window, the attention sink, out of fits by least squares")

@@ -81,8 +81,8 @@ def main():
     variant, header = session.read_patch(args.patch)
     repair = REPAIRS[args.replace or variant.about["repair"]]
     if not args.replace and not repair.is_matrix:
-        raise UserError(f"{args.patch}: holds replacement networks, training starts from a patch; --replace takes "
-                        "only the removed layers from it")
+        raise UserError(f"{args.patch}: repair {repair.name} is no matrix on the stream, from which training starts; "
+                        "--replace takes only the removed layers from it")
     check_fold(session, repair, variant.layers)
     windows, held_out = session.calibration(), session.calibration(part="validation", samples=args.val_samples)
     names = ("mode", "top_k", "loss", "trainable", "replace", "init", "epochs", "batch_size", "accumulate", "lr",

@@ -228,7 +228,7 @@ def plan_1b(inputs):
     variants, about = [Variant("dense", Layers(session.source.shape[0]))], [("dense", None, 0)]
     for patched in inputs.patches:
         if not patched.modules or not REPAIRS[patched.about["repair"]].is_matrix:
-            raise Missing(f"scales patches; {patched.name} has none, or a network in its place")
+            raise Missing(f"scales matrices on the stream; {patched.name} has none")
         levels = [v.removed for v in variants]
         if patched.removed not in levels:
             variants.append(Variant("vanilla", patched.layers))

@@ -7,11 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.tiny import FAMILIES, P, ids, logits_of, patched_variant, tiny, variant
+from tests.tiny import FAMILIES, P, ids, logits_of, patched_variant, plain_states, tiny, variant
+from utils.activations import read_magnitudes
 from utils.decoder import Decoder, Variant, first_tensor, run_variants
 from utils.errors import UserError, WorkError
 from utils.layers import Layers
+from utils.model_folder import cut
 from utils.modeling_linearpatch import LinearPatch
+from utils.repairs import MLPMap
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -269,3 +272,29 @@ def test_digests_follow_layers_and_modules_and_not_names():
     assert len(set(digests)) == 6 and VARIANTS[6].digest() == digests[1]
     assert patched_variant(weight=P + 0).digest() == patched_variant().digest() == digests[3]
     assert patched_variant(weight=P + 1e-3).digest() != digests[3]
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "phi"])
+def test_a_map_on_an_mlps_output_runs_in_its_layer(family):
+    """Against the whole model cut by hand, whose layer 1 adds M T: two variants that share what is before it."""
+    model = tiny(family)
+    decoder, mapped = Decoder(model), variant("T", (2, 3), {4: MLPMap(P, 1)})
+    plain, out = variant("v", (2, 3)), {}
+    run_variants(decoder, decoder.inputs(ids()), [plain, mapped],
+                 lambda i, hidden: out.__setitem__(i, decoder.head_logits(decoder.final_states(hidden))))
+    assert mapped.steps()[0] == 0 and mapped.steps()[2:] == [4, 5] and len(mapped.steps()) == 4
+    read = read_magnitudes(decoder, ids(), [plain, mapped], progress=False)
+    model = cut(decoder, plain.layers)
+    with torch.no_grad():
+        torch.testing.assert_close(out[0], model(ids()).logits)
+        layer = model.model.layers[1]
+        getattr(layer, "post_feedforward_layernorm", layer.mlp).register_forward_hook(lambda _m, _a, output: output @ P)
+        torch.testing.assert_close(out[1], model(ids()).logits)
+    torch.testing.assert_close(read[1, [0, 1, 4, 5, 6]], plain_states(model, ids()).abs().mean((1, 2)), rtol=1e-4,
+                               atol=1e-4)
+    assert torch.equal(read[0, :2], read[1, :2]) and read[1, 2:4].isnan().all()
+
+
+def test_a_map_on_an_mlp_of_a_parallel_block_is_refused():
+    with pytest.raises(UserError, match="layer 1 adds its MLP .* together with its attention"):
+        logits_of(Decoder(tiny("phi")), variant("T", (2, 3), {4: MLPMap(P, 1)}), ids())

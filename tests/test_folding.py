@@ -13,10 +13,12 @@ from tests.steps import calibrate, ppl, prune, rows
 from tests.tiny import ids, logits_of, save, tiny, variant
 from utils.artifacts import read_header
 from utils.decoder import Decoder
+from utils.errors import UserError
 from utils.folding import FOLDS, NotFoldable, compare, is_rms_norm
 from utils.hadamard import rotation
 from utils.model_folder import origin
 from utils.modeling_linearpatch import LinearPatch
+from utils.repairs import MLPMap
 
 PRE_NORM = ["llama", "mistral", "qwen2", "qwen3", "phi3"]
 REMOVALS = [((2, 3), (4,)), ((1, 3, 4), (2, 5)), ((0, 1), (2,)), ((4, 5), (6,)), ((0, 2, 5), (1, 3, 6))]
@@ -128,6 +130,28 @@ def test_norms_are_told_by_what_they_compute():
     assert is_rms_norm(nn.RMSNorm(64, eps=1e-6))
 
 
+@pytest.mark.parametrize("family", PRE_NORM)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("removed", [(2, 3), (1, 3, 4), (4, 5)])
+def test_maps_on_mlp_outputs_fold_exactly(family, tied, removed):
+    changes = {"mlp_bias": True} if family == "llama" else {}
+    model = lively(family, tie_word_embeddings=tied, **changes).double()
+    layers = variant("v", removed).layers
+    one = variant("T", removed, {end: MLPMap(turned(end, 0.7) + 0.1, start - 1) for start, end in layers.runs})
+    expected = logits_of(Decoder(model), one, ids())
+    assert FOLDS["exact"](Decoder(model), layers)(one, ids()) == []
+    torch.testing.assert_close(logits_of(Decoder(model), variant("f", removed), ids()), expected, rtol=1e-4, atol=1e-4)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+
+
+def test_maps_on_mlp_outputs_that_do_not_fold_are_named():
+    for family, removed, error, reason in (("llama", (0, 1), NotFoldable, "no layer before it"),
+                                           ("gemma3", (2, 3), NotFoldable, "norm behind its MLP"),
+                                           ("phi", (2, 3), UserError, "together with its attention")):
+        with pytest.raises(error, match=reason):
+            FOLDS["exact"](Decoder(tiny(family)), variant("v", removed).layers)
+
+
 # ----- the scripts
 
 ALONE = """
@@ -143,9 +167,11 @@ print(json.dumps([type(model).__name__, model.config.num_hidden_layers, "utils" 
 
 
 @pytest.mark.parametrize("family, removed, changes", [
-    ("llama", "2-3", {}), ("llama", "2-3", {"tie_word_embeddings": True}), ("llama", "1,3", {"attention_bias": True, "mlp_bias": True}), ("qwen3", "0-1", {}),
-    ("mistral", "4-5", {"tie_word_embeddings": True}), ("phi3", "0,2,5", {})])
+    ("llama", "2-3", {}), ("llama", "2-3", {"tie_word_embeddings": True}), ("qwen3", "0-1", {}),
+    ("llama", "1,3", {"attention_bias": True, "mlp_bias": True}), ("mistral", "4-5", {"tie_word_embeddings": True}),
+    ("phi3", "0,2,5", {})])
 def test_a_folded_folder_is_an_ordinary_model(script, tmp_path, text, family, removed, changes):
+    """In a fresh process, without remote code, of the base class; what is announced is what eval_ppl.py finds."""
     folder = save(lively(family, **changes), tmp_path / "base")
     prune(script, folder, tmp_path, text, "--layers", removed)
     code, printed, err = calibrate(script, folder, tmp_path, text, "--save-model", tmp_path / "m", "--fold", "near",
@@ -167,7 +193,6 @@ def test_a_folded_folder_is_an_ordinary_model(script, tmp_path, text, family, re
     for part in (f"Layers {', '.join(map(str, content['removed']))} of 0 to 5", "repair: `hadamard`",
                  f"{folding['ppl_folded']:.4f}", f"{folding['spread']:.2%}", "from_pretrained(FOLDER)"):
         assert part in card
-    # The announced perplexities are those that eval_ppl.py finds on the same text, patched and folded.
     assert read_header(tmp_path / "patch.safetensors", "patch")["about"] == content["about"]
     assert ppl(script, folder, tmp_path, text, "--patch", f"P={tmp_path}/patch.safetensors")[0] == 0
     assert ppl(script, tmp_path / "m", tmp_path / "own", text)[0] == 0
@@ -196,6 +221,44 @@ def test_architectures_that_do_not_fold_are_refused_before_any_work(script, tmp_
     assert not (tmp_path / "m").exists() and not (tmp_path / "patch.safetensors").exists()
 
 
+def test_replaceme_folds_exactly_or_is_refused(script, folders, tmp_path, text):
+    folder, patch = folders("tied"), f"T={tmp_path}/patch.safetensors"
+    prune(script, folder, tmp_path, text, "--layers", "2-3")
+    for fold in ("no", "near"):
+        code, _, err = calibrate(script, folder, tmp_path, text, "--repair", "replaceme", "--save-model",
+                                 tmp_path / "m", "--fold", fold)
+        assert code == 2 and "give --fold exact" in err and err.count("\n") == 1
+    assert not (tmp_path / "m").exists() and not (tmp_path / "patch.safetensors").exists()
+    code, printed, err = calibrate(script, folder, tmp_path, text, "--repair", "replaceme", "--save-model",
+                                   tmp_path / "m", "--fold", "exact", "--fold-tolerance", "1e-5")
+    assert code == 0 and "folded (exact)" in printed, err
+    assert ppl(script, folder, tmp_path, text, "--patch", patch)[0] == 0
+    assert ppl(script, tmp_path / "m", tmp_path / "own", text)[0] == 0
+    found, own = rows(tmp_path)["T"], rows(tmp_path / "own")["dense"]
+    assert found["about"] == own["about"] and own["about"]["repair"] == "replaceme"
+    assert own["ppl"] == pytest.approx(found["ppl"], rel=1e-5)
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "m")).__name__ == "LlamaForCausalLM"
+    given = ("--model", folder, "--patch", tmp_path / "patch.safetensors")
+    for name, *more in (("distill", "--train-data", text, "--out", tmp_path / "ft.safetensors"),
+                        ("plot_magnitudes", "--figure", "1b", "--datasets", text, "--seq-len", 32)):
+        code, _, err = script(name, *given, *more)
+        assert code == 2 and "matri" in err and "on the stream" in err, (name, err)
+
+
+@pytest.mark.parametrize("family, removed, reason", [
+    ("llama", "0-1", "no layer before it"), ("gemma2", "2-3", "norm behind its MLP"),
+    ("phi", "2-3", "together with its attention")])
+def test_replaceme_is_refused_where_it_has_no_place(script, tmp_path, text, family, removed, reason):
+    folder = save(tiny(family), tmp_path / "base")
+    prune(script, folder, tmp_path, text, "--layers", removed)
+    code, _, err = calibrate(script, folder, tmp_path, text, "--repair", "replaceme", "--save-model", tmp_path / "m",
+                             "--fold", "exact")
+    assert code == 2 and reason in err and err.count("\n") == 1 and not (tmp_path / "m").exists()
+    code, _, err = calibrate(script, folder, tmp_path, text, "--repair", "replaceme")
+    assert code == (0 if family == "gemma2" else 2), err  # behind the norm it still acts, as a module of its own
+    assert code == 0 or reason in err
+
+
 def test_fold_needs_a_folder(script, folders, tmp_path, text):
     prune(script, folders("llama"), tmp_path, text, "--layers", "2-3")
     code, _, err = calibrate(script, folders("llama"), tmp_path, text, "--fold", "near")
@@ -206,8 +269,9 @@ def test_fold_needs_a_folder(script, folders, tmp_path, text):
 def test_a_fine_tuned_patch_folds(script, folders, tmp_path, text, mode):
     prune(script, folders("tied"), tmp_path, text, "--layers", "2-3")
     calibrate(script, folders("tied"), tmp_path, text)
-    more = ("--model", folders("tied"), "--patch", tmp_path / "patch.safetensors", "--train-data", text, "--seq-len", 32,
-            "--train-samples", 4, "--val-samples", 2, "--mode", mode, "--save-model", tmp_path / "m", "--fold", "near")
+    more = ("--model", folders("tied"), "--patch", tmp_path / "patch.safetensors", "--train-data", text,
+            "--seq-len", 32, "--train-samples", 4, "--val-samples", 2, "--mode", mode, "--save-model", tmp_path / "m",
+            "--fold", "near")
     code, printed, err = script("distill", *more, "--fold-tolerance", "0.5", "--out", tmp_path / "ft.safetensors")
     assert code == 0 and "folded (near)" in printed, err
     content = origin(tmp_path / "m")

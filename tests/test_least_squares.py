@@ -6,11 +6,15 @@ import numpy
 import pytest
 import torch
 
-from utils.errors import WorkError
+from tests.tiny import ids, logits_of, tiny, variant
+from utils.activations import collect_moments
+from utils.decoder import Decoder
+from utils.errors import UserError, WorkError
 from utils.hadamard import rotation
+from utils.layers import Layers
 from utils.repairs import REPAIRS, Calibration, LeastSquares, scale_vector
 
-ON_STREAM = [name for name, found in REPAIRS.items() if isinstance(found, LeastSquares) and "xx" in found.moments]
+ON_STREAM = [name for name, found in REPAIRS.items() if isinstance(found, LeastSquares) and found.is_matrix]
 SIZE, TOKENS, RUN = 16, 400, (2, 5)
 
 
@@ -142,3 +146,41 @@ def test_a_singular_fit_asks_for_a_ridge():
     for name in ("scalar", "bures"):
         with pytest.raises(WorkError, match="raise --ridge"):
             fitted(name, calibration(x, x))
+
+
+def mlp_map(m, r, ridge):
+    """T of outputs M [tokens, C] and targets R [tokens, C]."""
+    moments = {"mm": m.T @ m, "mr": m.T @ r}
+    return REPAIRS["replaceme"].fit_run(Calibration(SIZE, ridge=ridge, moments=lambda run: moments), *RUN, 0)["weight"]
+
+
+def test_replaceme_is_ridge_regression_toward_zero():
+    m, r = states()
+    amount = 1e-3 * m.square().sum(0).mean()
+    rows = amount.sqrt() * torch.eye(SIZE).double()
+    found = mlp_map(m, r, None)
+    expected = numpy.linalg.lstsq(torch.cat([m, rows]).numpy(), torch.cat([r, 0 * rows]).numpy(), rcond=None)[0]
+    torch.testing.assert_close(found, torch.from_numpy(expected), rtol=1e-8, atol=1e-8)
+    assert (m.T @ (m @ found - r) + amount * found).abs().max() < 1e-8 * (m.T @ r).abs().max()
+    torch.testing.assert_close(mlp_map(m, m, 0.0), torch.eye(SIZE).double(), rtol=0, atol=1e-8)
+    assert mlp_map(m, r, 1e12).abs().max() < 1e-9
+    with pytest.raises(UserError, match=r"run \[0, 3\): has no layer before it"):
+        REPAIRS["replaceme"].fit_run(Calibration(SIZE), 0, 3, 0)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_replaceme_of_removed_no_ops_is_the_identity(family):
+    """Gemma's no-ops: its norm behind each sub-layer is 1 + w with w = -1."""
+    model = tiny(family, no_ops=(2, 3))
+    with torch.no_grad():
+        for index in (2, 3):
+            for name in ("post_attention_layernorm", "post_feedforward_layernorm"):
+                if family == "gemma3":
+                    getattr(model.model.layers[index], name).weight.fill_(-1)
+    decoder, layers = Decoder(model.double()), Layers(6, (2, 3))
+    moments = collect_moments(decoder, ids(8, 20), layers.runs, ["mm", "mr"], progress=False)
+    fit = REPAIRS["replaceme"].fit(Calibration(64, ridge=0.0, moments=moments.get), layers)
+    torch.testing.assert_close(fit.tensors["run0.weight"], torch.eye(64).double(), rtol=0, atol=1e-6)
+    one = fit.variant(layers)
+    assert one.modules[4].host == 1 and one.steps() == [0, one.modules[4], 4, 5]
+    torch.testing.assert_close(logits_of(decoder, one, ids()), logits_of(decoder, variant("v", (2, 3)), ids()))

@@ -222,7 +222,9 @@ def read_magnitudes(decoder, input_ids, variants, progress=True):
     layers run once for all variants. Raises WorkError on a non-finite state.
     """
     length = decoder.num_layers
-    first = min((min((*variant.removed, *variant.modules), default=length) for variant in variants), default=0)
+    changed = [(*variant.removed, *variant.modules, *(module.host for module in variant.modules.values() if
+                                                      hasattr(module, "host"))) for variant in variants]
+    first = min((min(places, default=length) for places in changed), default=0)
     result = torch.full((len(variants), length + 1, decoder.hidden_size), torch.nan, dtype=torch.float64)
     result[:, :first] = 0.0
     for row, variant in zip(result, variants):
@@ -235,8 +237,9 @@ def read_magnitudes(decoder, input_ids, variants, progress=True):
         for row, variant in zip(result, variants):
             own, after = hidden, [step for step in variant.steps() if not isinstance(step, int) or step >= first]
             for step in [*after, length]:
-                if isinstance(step, int):
-                    row[step] += _column_sums(own[0].abs()).cpu().double()
+                place = step if isinstance(step, int) else getattr(step, "host", None)
+                if place is not None:
+                    row[place] += _column_sums(own[0].abs()).cpu().double()
                 if step != length:
                     own = decoder.step(batch, step, own)
     result /= input_ids.numel()

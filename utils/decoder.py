@@ -145,9 +145,16 @@ class Decoder:
         yield stop, hidden
 
     def step(self, batch, step, hidden):
-        """One step of a variant [B, T, C] -> [B, T, C]: a layer by its index, or a module in the place of a run."""
+        """One step of a variant [B, T, C] -> [B, T, C]: a layer by its index, a module in the place of a run, or the
+        layer `host` of a module with that attribute, which then changes the output of its MLP."""
         if isinstance(step, int):
             return self.layer(batch, step, hidden)
+        if hasattr(step, "host"):
+            handle = self.mlp(step.host).register_forward_hook(lambda _m, _a, output: step(output))
+            try:
+                return self.layer(batch, step.host, hidden)
+            finally:
+                handle.remove()
         return step(hidden, batch) if getattr(step, "reads_batch", False) else step(hidden)
 
     @cached_property
@@ -167,29 +174,31 @@ class Decoder:
                 after = self.layer(batch, index, hidden)
                 for handle in handles:
                     handle.remove()
-                module, _, _, output = ran[-1]
+                output = ran[-1][3]
                 if torch.is_tensor(output) and output.shape == after.shape:
                     residual, tolerance = after - output, 1e-3 * after.abs().max()
                     read = [args[0] if args else next(iter(kwargs.values()), None) for _, args, kwargs, _ in ran[1:]]
                     if any(torch.is_tensor(x) and x.shape == after.shape and (x - residual).abs().max() < tolerance
                            for x in read):
-                        found[index] = module
+                        found[index] = next(module for module, _, _, given in ran  # a dropout behind it gives the same
+                                            if torch.is_tensor(given) and torch.equal(given, output))
                 hidden = after
         return found
 
+    def mlp(self, index):
+        """The one of `mlps` in layer `index`. Raises UserError where it has none of its own."""
+        if self.mlps[index] is None:
+            raise UserError(f"{self.label}: layer {index} adds its MLP to the stream together with its attention, so a "
+                            "repair on the MLP's output has no place")
+        return self.mlps[index]
+
     @contextmanager
     def mlp_outputs(self, layers, into):
-        """Within the block, into[l] is the output [B, T, C] of the MLP of each of `layers` when that runs.
-
-        Raises UserError where a layer has none of its own.
-        """
+        """Within the block, into[l] is the output [B, T, C] of the MLP of each of `layers` when that runs."""
         handles = []
         try:
             for index in layers:
-                if self.mlps[index] is None:
-                    raise UserError(f"{self.label}: layer {index} adds its MLP to the stream together with its "
-                                    "attention, so a repair on the MLP's output has no place")
-                handles.append(self.mlps[index].register_forward_hook(
+                handles.append(self.mlp(index).register_forward_hook(
                     lambda _m, _a, output, index=index: into.__setitem__(index, output)))
             yield
         finally:
@@ -282,7 +291,8 @@ class Variant:
     """A model with layers removed and modules where they were.
 
     modules[i] acts on the input of module i of the INTACT model: the first kept layer behind a run, or i = L for the
-    final norm. about: always `metric` that chose the layers, `n` of them, `repair` and `stage`; or more, from a file.
+    final norm; one with an attribute `host` instead on the output of the MLP of that layer, before the run.
+    about: always `metric` that chose the layers, `n` of them, `repair` and `stage`; or more, from a file.
     """
 
     name: str
@@ -302,10 +312,10 @@ class Variant:
 
     def steps(self):
         """The way from X^(0) to the input of the final norm: layer indices and modules, in order."""
-        steps = []
+        steps, hosted = [], {module.host: module for module in self.modules.values() if hasattr(module, "host")}
         for index in [*self.layers.kept, self.layers.depth]:
-            steps += [self.modules[index]] if index in self.modules else []
-            steps += [index] if index < self.layers.depth else []
+            steps += [self.modules[index]] if index in self.modules and not hasattr(self.modules[index], "host") else []
+            steps += [hosted.get(index, index)] if index < self.layers.depth else []
         return steps
 
     def digest(self):

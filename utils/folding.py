@@ -60,7 +60,8 @@ def ports(decoder, batch, index, hidden):
             seen[name] = (args[0] if args else next(iter(kwargs.values())), output)
         return hook
 
-    handles = [part.register_forward_hook(watch(name), with_kwargs=True) for name, part in layer.named_modules() if name]
+    handles = [part.register_forward_hook(watch(name), with_kwargs=True)
+               for name, part in layer.named_modules() if name]
     try:
         after = first_tensor(decoder.layers[index](hidden, **batch.kwargs[index]))
     finally:
@@ -187,7 +188,46 @@ def _fold_near(decoder, variant, input_ids, found):
     return report
 
 
-FOLDS = {"near": near}  # name in --fold -> function (decoder, layers) that gives fold(variant, input_ids)
+@torch.no_grad()
+def exact(decoder, layers):
+    """fold(variant, input_ids) of maps on the outputs of MLPs: down_proj <- down_proj T, its bias as well."""
+    probe, hosts = decoder.inputs(torch.arange(PROBE_TOKENS)[None] % decoder.vocab_size), {}
+    for start, end in layers.runs:
+        if start == 0:
+            raise NotFoldable(f"run [0, {end}): has no layer before it")
+        hosts[start - 1] = None
+    for index, hidden in decoder.states(probe, max(hosts)):
+        if index in hosts:
+            hosts[index] = _writer(decoder, probe, index, hidden)
+
+    def fold(variant, input_ids):
+        for module in variant.modules.values():
+            write_through(hosts[module.host], module.weight.data.cpu().double())
+        return []
+
+    return fold
+
+
+def _writer(decoder, batch, index, hidden):
+    """The linear map whose output is that of a layer's MLP. Raises NotFoldable where there is none."""
+    mlp, outputs = decoder.mlp(index), {}
+    maps = linear_maps(mlp)
+    handles = [part.register_forward_hook(lambda _m, _a, output, name=name: outputs.__setitem__(name, output))
+               for name, part in {**maps, None: mlp}.items()]
+    try:
+        decoder.layer(batch, index, hidden)
+    finally:
+        for handle in handles:
+            handle.remove()
+    whole = outputs.pop(None)
+    found = [maps[name] for name, output in outputs.items() if _close(output, whole)]
+    if len(found) != 1:
+        raise NotFoldable(f"{type(decoder.layers[index]).__name__}, layer {index}: " + (
+            "what its MLP gives is not the output of one linear map" if maps else _reason(decoder, index)))
+    return found[0]
+
+
+FOLDS = {"near": near, "exact": exact}  # name in --fold -> function (decoder, layers) that gives fold(variant, windows)
 
 
 def check_fold(session, repair, layers):

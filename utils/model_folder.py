@@ -84,6 +84,8 @@ def patched_model(decoder, variant):
         return model
     places = []
     for index, patch in sorted(variant.modules.items()):
+        if hasattr(patch, "host"):
+            raise UserError(f"{type(model).__name__}: a map on the output of an MLP has no place in a folder; fold it")
         if index == variant.layers.depth and norm_name is None:
             raise UserError(f"{type(model).__name__}: has no final norm, so a patch behind its last layer has no place")
         module = (f"{path}.{variant.layers.position(index)}" if index < variant.layers.depth else
@@ -147,9 +149,9 @@ def save_folder(decoder, tokenizer, variant, folder, more):
     """Write `variant` as a complete model folder, atomically; the decoder's model is cut in place.
 
     config, safetensors, tokenizer, generation config, linearpatch.json with the layer lists, the variant's `about`,
-    where patches sit, and `more`, and README.md, the model card. With patches or narrow layers also modeling_linearpatch.py: it then loads with
-    trust_remote_code=True only. What lies at `folder` is replaced: cli.check_outputs says what may be. Raises
-    UserError on what cannot be saved.
+    where patches sit, and `more`, and README.md, the model card. With patches or narrow layers also
+    modeling_linearpatch.py: it then loads with trust_remote_code=True only. What lies at `folder` is replaced:
+    cli.check_outputs says what may be. Raises UserError on what cannot be saved.
     """
     folder = Path(folder)
     if variant.modules and not importable(base_class(decoder.model)):
@@ -201,7 +203,7 @@ def model_card(content, own_code):
                   f"| perplexity, folded | {folding['ppl_folded']:.4f} (ratio {folding['ratio']:.5f}) |",
                   f"| KL, nats a token | {folding['kl']:.2g} |",
                   f"| equal first tokens | {folding['equal_first']:.2%} |",
-                  f"| spread over tokens of what the norms hold as constants | {folding['spread']:.2%} |", ""]
+                  f"| spread over tokens of what norms hold as constants | {folding['spread']:.2%} |", ""]
     load = "(FOLDER, trust_remote_code=True)" if own_code else "(FOLDER)"
     code = "; modeling_linearpatch.py of this folder is run" if own_code else ", without code of its own"
     return "\n".join([*lines, f"To load it{code}:", "", "```python", "from transformers import AutoModelForCausalLM",

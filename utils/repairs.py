@@ -184,10 +184,11 @@ class Auto(Repair):
 
 
 class LeastSquares(Repair):
-    """A matrix on the stream fitted to Y = X^(end) from X = X^(start) by second moments.
+    """A matrix fitted by second moments, on the stream to Y = X^(end) from X = X^(start): S = X^T X, B = X^T Y.
 
-    S = X^T X, B = X^T Y. Regularised by a ridge toward the identity, `ridge` times the mean of diag(S), most of which
-    is the attention sink's. solve(given, run, ridge float64 [C, C], **moments) -> float64 [C, C], or [C] for a diagonal.
+    Regularised by a ridge toward the identity, `ridge` times the mean of the diagonal of the first of `moments`, most
+    of which is the attention sink's. solve(given, run, ridge float64 [C, C], **moments) gives float64 [C, C] or, for a
+    diagonal, [C].
     """
 
     moments, options, ridge = ("xx", "xy"), ("ridge", "exclude_first_token"), 1e-6
@@ -258,6 +259,37 @@ class Bures(LeastSquares):
         values, vectors = torch.linalg.eigh(root @ (yy + ridge) @ root)
         found = inverse @ (vectors * values.clamp(min=0).sqrt() @ vectors.T) @ inverse
         return (found + found.T) / 2
+
+
+class MLPMap(LinearPatch):
+    """M <- M T on the output of the MLP of layer `host`, [..., C]; weight: T, float32 [C, C]."""
+
+    def __init__(self, weight, host):
+        super().__init__(weight)
+        self.host = host
+
+
+@repair("replaceme", "ReplaceMe: the best matrix on the output of the MLP before the run, by least squares")
+class ReplaceMe(LeastSquares):
+    """T = (M^T M + r I)^-1 M^T R, R = X^(end) - (X^(start) - M): the ridge is toward 0, as published."""
+
+    moments, ridge, is_matrix, folds = ("mm", "mr"), 1e-3, False, ("exact",)
+
+    def fit_run(self, given, start, end, number):
+        self.host(start, end)
+        return super().fit_run(given, start, end, number)
+
+    def solve(self, given, run, ridge, mm, mr):
+        return torch.linalg.solve(mm + ridge, mr)
+
+    def module(self, own, header, start, decoder=None):
+        return MLPMap(own["weight"].float(), self.host(start))
+
+    def host(self, start, end="..."):
+        """The layer before a run. Raises UserError where there is none."""
+        if start == 0:
+            raise UserError(f"run [0, {end}): has no layer before it, on whose MLP {self.name} could act")
+        return start - 1
 
 
 class Network(Repair):

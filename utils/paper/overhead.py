@@ -46,7 +46,7 @@ def main():
     session = Session(args)
     variant, _ = session.read_patch(args.patch)
     if not REPAIRS[variant.about["repair"]].is_matrix:
-        raise UserError(f"--patch {args.patch}: holds a replacement network; give a patch")
+        raise UserError(f"--patch {args.patch}: repair {variant.about['repair']} is no matrix on the stream; give one")
     if args.decode >= (session.source.positions[1] or 2048):
         raise UserError(f"--decode {args.decode}: {session.source.label} has {session.source.positions[1]} positions")
     cuda = session.device.type == "cuda"
