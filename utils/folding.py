@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from utils.decoder import Variant, first_tensor, run_variants
+from utils.decoder import NLL_CHUNK, Variant, first_tensor, run_variants
 from utils.errors import UserError, WorkError
 from utils.evaluation.objectives import perplexity
 from utils.model_folder import save_folder
@@ -309,30 +309,32 @@ def compare(decoder, variant, fold, input_ids):
     Returns {"ppl_patched", "ppl_folded", "ratio", "kl", "equal_first", "tokens"}: perplexities, mean KL(patched ||
     folded) in nats a token, and the share of tokens whose likeliest next token is the same.
     """
-    norm, head = copy.deepcopy(decoder.norm), copy.copy(decoder.head)
+    head = copy.copy(decoder.head)
     head._parameters = dict(decoder.head._parameters)  # keeps its own weights when the decoder's head gets others
-    before = _final_states(decoder, variant, input_ids)
+    before = _head_inputs(decoder, variant, input_ids)
     fold()
-    after = _final_states(decoder, Variant("folded", variant.layers), input_ids)
+    after = _head_inputs(decoder, Variant("folded", variant.layers), input_ids)
     sums = dict.fromkeys(("patched", "folded", "kl", "equal"), 0.0)
-    for ids, one, two in zip(input_ids, before, after):
-        logs = [decoder.scale_logits(part.float()).log_softmax(-1) for part in (head(norm(one)), decoder.head(
-            decoder.norm(two)))]
-        target = ids[1:, None].to(logs[0].device)
-        for name, log in zip(("patched", "folded"), logs):
-            sums[name] -= log[:-1].gather(1, target).double().sum().item()
-        sums["kl"] += (logs[0].exp() * (logs[0] - logs[1])).sum(1).double().sum().item()
-        sums["equal"] += (logs[0].argmax(1) == logs[1].argmax(1)).double().sum().item()
-    targets, tokens = input_ids[:, 1:].numel(), input_ids.numel()
-    patched, folded = (sums[name] / targets for name in ("patched", "folded"))
+    for ids, *states in zip(input_ids, before, after):
+        for start in range(0, len(ids), NLL_CHUNK):
+            logs = [decoder.scale_logits(apply(part[start:start + NLL_CHUNK]).float()).log_softmax(-1)
+                    for apply, part in zip((head, decoder.head), states)]
+            targets = ids[start + 1:start + 1 + NLL_CHUNK, None].to(logs[0].device)
+            for name, log in zip(("patched", "folded"), logs):
+                sums[name] -= log[:len(targets)].gather(1, targets).double().sum().item()
+            sums["kl"] += (logs[0].exp() * (logs[0] - logs[1])).sum(1).double().sum().item()
+            sums["equal"] += (logs[0].argmax(1) == logs[1].argmax(1)).double().sum().item()
+    tokens = input_ids.numel()
+    patched, folded = (sums[name] / input_ids[:, 1:].numel() for name in ("patched", "folded"))
     return {"ppl_patched": perplexity(patched), "ppl_folded": perplexity(folded),
             "ratio": perplexity(folded - patched), "kl": sums["kl"] / tokens, "equal_first": sums["equal"] / tokens,
             "tokens": tokens}
 
 
-def _final_states(decoder, variant, input_ids):
-    """X^(L) of a variant, [T, C] a window."""
+def _head_inputs(decoder, variant, input_ids):
+    """What the head reads in a variant, [T, C] a window."""
     states = []
     for ids in input_ids:
-        run_variants(decoder, decoder.inputs(ids[None]), [variant], lambda _, hidden: states.append(hidden[0]))
+        run_variants(decoder, decoder.inputs(ids[None]), [variant],
+                     lambda _, hidden: states.append(decoder.final_states(hidden)[0]))
     return states
