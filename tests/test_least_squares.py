@@ -6,8 +6,12 @@ import numpy
 import pytest
 import torch
 
-from tests.tiny import ids, logits_of, tiny, variant
+from tests.steps import CALIB
+from tests.tiny import ids, logits_of, plain_states, tiny, variant
+from tests.tokenizers_for_tests import tok_nobos
 from utils.activations import collect_moments
+from utils.artifacts import read_tensors
+from utils.data.windows import calibration_windows
 from utils.decoder import Decoder
 from utils.errors import UserError, WorkError
 from utils.hadamard import rotation
@@ -184,3 +188,26 @@ def test_replaceme_of_removed_no_ops_is_the_identity(family):
     one = fit.variant(layers)
     assert one.modules[4].host == 1 and one.steps() == [0, one.modules[4], 4, 5]
     torch.testing.assert_close(logits_of(decoder, one, ids()), logits_of(decoder, variant("v", (2, 3)), ids()))
+
+
+def test_one_pass_serves_all_selections_and_repairs(script, folders, tmp_path, text, monkeypatch):
+    passes = []
+    monkeypatch.setattr("utils.session.collect_moments", lambda *a: passes.append(a[2:4]) or collect_moments(*a))
+    outs = [tmp_path / name / "selection.json" for name in ("one", "two")]
+    for out, layers in zip(outs, ("2-3", "1,3-4")):
+        assert script("prune", "--model", folders("llama"), "--layers", layers, "--out", out)[0] == 0
+    code, _, err = script("calibrate", "--model", folders("llama"), "--selection", *outs, "--repair", "ghosted", "bures",
+                          "replaceme", "--calib-data", text, *CALIB, "--batch-size", 3, "--exclude-first-token")
+    assert code == 0, err
+    runs = [(1, 2), (2, 4), (3, 5)]
+    assert passes == [(runs, ["mm", "mr", "xx", "xy", "yy"])]
+    windows = calibration_windows(str(text), tok_nobos(), 4, 32).ids
+    states = plain_states(tiny(), windows)[:, :, 1:].flatten(1, 2)
+    for out, removed in zip(outs, ([(2, 4)], [(1, 2), (3, 5)])):
+        header, tensors = read_tensors(out.with_name("patch_ghosted.safetensors"), "patch")
+        assert header["recipe"]["exclude_first_token"] is True and header["recipe"]["ridge"] is None
+        for number, (start, end) in enumerate(removed):
+            x, y = states[start], states[end]
+            ridge = 1e-6 * x.square().sum(0).mean() * torch.eye(64)
+            expected = torch.linalg.solve(x.T @ x + ridge, x.T @ y + ridge)
+            torch.testing.assert_close(tensors[f"run{number}.weight"].double(), expected, rtol=1e-3, atol=1e-3)

@@ -172,6 +172,25 @@ def test_trained_repairs_cannot_be_fitted():
                 found.fit(Calibration(64), Layers(6, (2,)))
 
 
+@pytest.mark.parametrize("name", [name for name, found in REPAIRS.items() if found.closed_form])
+def test_every_fitted_repair_is_evaluated_and_saved_and_trained(name, script, folders, tmp_path, text):
+    found, patch = REPAIRS[name], tmp_path / "patch.safetensors"
+    prune(script, folders("llama"), tmp_path, text, "--layers", "1,3-4")
+    more = ("--save-model", tmp_path / "m") if found.is_matrix else ()
+    code, printed, err = calibrate(script, folders("llama"), tmp_path, text, "--repair", name, "--rank", 8, *more)
+    assert code == 0 and printed.count("repair ") >= 2, err
+    assert ppl(script, folders("llama"), tmp_path, text, "--patch", f"it={patch}")[0] == 0
+    about = read_header(patch, "patch")["about"]
+    assert rows(tmp_path)["it"]["about"] == about and about["stage"] == "calibrated"
+    code, _, err = script("distill", "--model", folders("llama"), "--patch", patch, "--train-data", text,
+                          "--train-samples", 2, "--val-samples", 1, "--seq-len", 32, "--out", tmp_path / "ft.safetensors")
+    assert code == (0 if found.is_matrix else 2), err
+    if found.is_matrix:
+        assert ppl(script, tmp_path / "m", tmp_path / "own", text)[0] == 0
+        assert rows(tmp_path / "own")["dense"]["ppl"] == pytest.approx(rows(tmp_path)["it"]["ppl"], rel=1e-5)
+        assert origin(tmp_path / "m")["about"] == about
+
+
 def test_a_repair_is_one_class(script, folders, tmp_path, text):
     """Registered by the decorator, it is in --help and works in calibrate.py, eval_ppl.py, distill.py and in folders."""
     try:

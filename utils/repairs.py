@@ -238,6 +238,7 @@ class Ghosted(LeastSquares):
 @repair("low-rank", "LinearPatch plus the best matrix of rank --rank behind it, by least squares")
 class LowRank(LeastSquares):
     reads, options = "l1_rotated", ("ridge", "rank", "exclude_first_token", "estimator", "hadamard_order")
+    header = Hadamard.header
 
     def solve(self, given, run, ridge, xx, xy):
         """Reduced-rank regression of the residual Y - X P: the top right singular vectors of the fitted values."""
