@@ -29,8 +29,8 @@ def sizes(calibration):
 
 def repairs():
     rows = [(f"`{name}`", r.help, "`calibrate.py --repair`" if r.closed_form else "`distill.py --replace`",
-             "yes" if r.is_matrix else "no") for name, r in REPAIRS.items()]
-    return ("repair", "what stands where layers were", "made by", "fine-tuned and saved in a folder"), rows
+             "yes" if r.is_matrix else "no", ", ".join(r.folds) or "-") for name, r in REPAIRS.items()]
+    return ("repair", "what stands where layers were", "made by", "fine-tuned, saved in a folder", "`--fold`"), rows
 
 
 def corpora():

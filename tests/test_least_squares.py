@@ -196,8 +196,8 @@ def test_one_pass_serves_all_selections_and_repairs(script, folders, tmp_path, t
     outs = [tmp_path / name / "selection.json" for name in ("one", "two")]
     for out, layers in zip(outs, ("2-3", "1,3-4")):
         assert script("prune", "--model", folders("llama"), "--layers", layers, "--out", out)[0] == 0
-    code, _, err = script("calibrate", "--model", folders("llama"), "--selection", *outs, "--repair", "ghosted", "bures",
-                          "replaceme", "--calib-data", text, *CALIB, "--batch-size", 3, "--exclude-first-token")
+    code, _, err = script("calibrate", "--model", folders("llama"), "--selection", *outs, "--repair", "ghosted",
+                          "bures", "replaceme", "--calib-data", text, *CALIB, "--batch-size", 3, "--exclude-first-token")
     assert code == 0, err
     runs = [(1, 2), (2, 4), (3, 5)]
     assert passes == [(runs, ["mm", "mr", "xx", "xy", "yy"])]

@@ -183,7 +183,8 @@ def test_every_fitted_repair_is_evaluated_and_saved_and_trained(name, script, fo
     about = read_header(patch, "patch")["about"]
     assert rows(tmp_path)["it"]["about"] == about and about["stage"] == "calibrated"
     code, _, err = script("distill", "--model", folders("llama"), "--patch", patch, "--train-data", text,
-                          "--train-samples", 2, "--val-samples", 1, "--seq-len", 32, "--out", tmp_path / "ft.safetensors")
+                          "--train-samples", 2, "--val-samples", 1, "--seq-len", 32, "--out",
+                          tmp_path / "ft.safetensors")
     assert code == (0 if found.is_matrix else 2), err
     if found.is_matrix:
         assert ppl(script, tmp_path / "m", tmp_path / "own", text)[0] == 0

@@ -327,8 +327,8 @@ def compare(decoder, variant, fold, input_ids):
     tokens = input_ids.numel()
     patched, folded = (sums[name] / input_ids[:, 1:].numel() for name in ("patched", "folded"))
     return {"ppl_patched": perplexity(patched), "ppl_folded": perplexity(folded),
-            "ratio": perplexity(folded - patched), "kl": max(sums["kl"], 0.0) / tokens, "equal_first": sums["equal"] / tokens,
-            "tokens": tokens}
+            "ratio": perplexity(folded - patched), "kl": max(sums["kl"], 0.0) / tokens,
+            "equal_first": sums["equal"] / tokens, "tokens": tokens}
 
 
 def _head_inputs(decoder, variant, input_ids):
