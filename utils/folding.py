@@ -16,7 +16,6 @@ from utils.decoder import NLL_CHUNK, Variant, first_tensor, run_variants
 from utils.errors import UserError, WorkError
 from utils.evaluation.objectives import perplexity
 from utils.model_folder import save_folder
-from utils.repairs import REPAIRS
 
 PROBE_TOKENS = 16
 CONSTANT_TOKENS = 4096  # calibration tokens that the constants c are medians of
