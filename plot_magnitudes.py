@@ -124,7 +124,7 @@ class Inputs:
         for text in getattr(self.args, kind):
             name, path = named_file(text)
             content = (read_json if kind == "selection" else read_header)(path, kind)
-            differing = [key for key in ("hidden_size", "num_layers", "fingerprint")
+            differing = [key for key in ("hidden_size", "num_layers", "sha256")
                          if content["model"].get(key) != identity.get(key)]
             if differing and strict:
                 raise UserError(f"{path}: made for another model ({content['model'].get('label')}) than "
@@ -162,7 +162,7 @@ class Inputs:
 
     def recipe(self, **more):
         """What determines numbers that the model gives."""
-        return {"model": self.session.source.identity(), "dtype": self.session.dtype_name, **more}
+        return {"model": self.session.source.json(), "dtype": self.session.dtype_name, **more}
 
     def runs_recipe(self, **more):
         ids, info = self.windows
@@ -179,7 +179,7 @@ def plan_1a(inputs):
     inputs.session.source.check_artifact(recipe["model"], path)
     variants = list(inputs.patches)
     found = {variant.layers for variant in variants} or {
-        layers for _, layers in inputs.blocks(inputs.session.source.identity())}
+        layers for _, layers in inputs.blocks(inputs.session.source.json())}
     if len(found) != 1 or not min(layers.removed for layers in found):
         raise Missing("needs --patch files (or one --selection) that remove the same layers, at least one of them")
     variants.insert(0, Variant("pruned", found.pop()))
@@ -193,7 +193,7 @@ def plan_1a(inputs):
         dense = stats.l1_raw[:len(ids)].double().sum(0) / stats.tokens[:len(ids)].sum()
         return alignment_table(dense, read_magnitudes(inputs.session.decoder, ids, variants), variants)
 
-    return inputs.runs_recipe(variants={v.name: v.digest() for v in variants}), compute
+    return inputs.runs_recipe(variants={v.name: v.sha256() for v in variants}), compute
 
 
 def alignment_table(dense, read, variants):
@@ -257,13 +257,13 @@ def plan_1b(inputs):
 
     return inputs.recipe(datasets={name: windows.info["token_ids_sha256"] for name, windows in corpora.items()},
                          windows=[len(windows.ids) for windows in corpora.values()], seq_len=args.seq_len,
-                         variants={variant.name: variant.digest() for variant in variants}), compute
+                         variants={variant.name: variant.sha256() for variant in variants}), compute
 
 
 def plan_2(inputs):
     if not inputs.args.selection and not inputs.args.patch:
         raise Missing("needs --selection (or --patch)")
-    runs = inputs.runs(inputs.session.source.identity())
+    runs = inputs.runs(inputs.session.source.json())
     ids, _ = inputs.windows
     rotated = rotation(inputs.session.source.shape[1])
 
