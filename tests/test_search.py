@@ -209,12 +209,12 @@ def test_a_broken_model_has_no_loss():
 
 def plain_patches(states, removed):
     """{end of run: P} from the states of the dense model, float64 [L+1, B, T, C], by dense products."""
-    turn, matrices = rotation(64).matrix(), {}
-    norms = (states @ turn).abs().sum((1, 2))
+    basis, matrices = rotation(64).matrix(), {}
+    norms = (states @ basis).abs().sum((1, 2))
     for start in removed:
         if start - 1 not in removed:
             end = next(layer for layer in range(start, 7) if layer not in removed)
-            matrices[end] = (turn @ (norms[end] / norms[start]).diag() @ turn.T).float()
+            matrices[end] = (basis @ (norms[end] / norms[start]).diag() @ basis.T).float()
     return matrices
 
 
