@@ -38,7 +38,7 @@ from utils.hadamard import rotation
 from utils.layers import Layers
 from utils.metrics import METRICS
 from utils.modeling_linearpatch import LinearPatch
-from utils.models import EMBEDDED
+from utils.models import EMBEDDED, check_same_model
 from utils.repairs import REPAIRS, scale_stderr, scale_vector
 from utils.session import Session, default_folder, named_file
 
@@ -96,23 +96,20 @@ class Inputs:
         for text in self.args.stats:
             name, path = named_file(text)
             stats, header = Stats.load(path)
-            identity = header["recipe"].get("model")
-            if not isinstance(identity, dict) or identity.get("num_layers") != stats.l1_raw.shape[1] - 1:
-                raise UserError(f"{path}: says no model with its number of layers; collect it anew with prune.py")
-            name = Path(str(identity.get("label"))).name if path == text else name
+            name = Path(header["model"]["label"]).name if path == text else name
             if name in [entry[0] for entry in found]:
                 raise UserError(f"--stats: two files are called {name}; name them with NAME=FILE")
             found.append((name, path, stats, header))
         return found
 
     def stats(self):
-        """(path, Stats, recipe) of the one --stats file, made for --model where that is given."""
+        """(path, Stats, header) of the one --stats file, made for --model where that is given."""
         if len(self.args.stats) != 1:
             raise Missing(f"needs one --stats file, {len(self.args.stats)} given")
         _, path, stats, header = self.all_stats[0]
         if self.named_model:
-            self.session.source.check_artifact(header["recipe"]["model"], path)
-        return path, stats, header["recipe"]
+            self.session.source.check_artifact(header["model"], path)
+        return path, stats, header
 
     def blocks(self, identity, strict=True):
         """[(name, Layers)] of --selection, or else of --patch, checked against a model's identity.
@@ -124,15 +121,12 @@ class Inputs:
         for text in getattr(self.args, kind):
             name, path = named_file(text)
             content = (read_json if kind == "selection" else read_header)(path, kind)
-            differing = [key for key in ("hidden_size", "num_layers", "fingerprint")
-                         if content["model"].get(key) != identity.get(key)]
-            if differing and strict:
-                raise UserError(f"{path}: made for another model ({content['model'].get('label')}) than "
-                                f"{identity.get('label')}: {differing[0]} differs")
-            if not differing:
-                if name in found:
-                    raise UserError(f"two files of --{kind} are called {name}; name them with NAME=FILE")
-                found[name] = Layers.of(content, identity["num_layers"], path)
+            if not strict and content["model"]["fingerprint"] != identity["fingerprint"]:
+                continue
+            check_same_model(content["model"], identity, path)
+            if name in found:
+                raise UserError(f"two files of --{kind} are called {name}; name them with NAME=FILE")
+            found[name] = Layers.of(content, identity["num_layers"], path)
         return list(found.items())
 
     def runs(self, identity):
@@ -149,8 +143,7 @@ class Inputs:
         taken = {name for name in names if names.count(name) > 1 or name in ("dense", "pruned", "vanilla")}
         if taken:
             raise UserError(f"--patch: the name {sorted(taken)[0]} is taken; choose others with NAME=FILE")
-        return [self.session.read_patch(named_file(text)[1], named_file(text)[0])[0]
-                for text in self.args.patch]
+        return [self.session.read_patch(path, name)[0] for name, path in map(named_file, self.args.patch)]
 
     @cached_property
     def windows(self):
@@ -175,8 +168,9 @@ class Inputs:
 
 
 def plan_1a(inputs):
-    path, stats, recipe = inputs.stats()
-    inputs.session.source.check_artifact(recipe["model"], path)
+    path, stats, header = inputs.stats()
+    inputs.session.source.check_artifact(header["model"], path)
+    recipe = header["recipe"]
     variants = list(inputs.patches)
     found = {variant.layers for variant in variants} or {
         layers for _, layers in inputs.blocks(inputs.session.source.identity())}
@@ -291,7 +285,7 @@ def plan_4(inputs):
     if not inputs.args.stats:
         raise Missing("needs --stats")
     models = inputs.all_stats
-    blocks = {name: inputs.blocks(header["recipe"]["model"], strict=False) for name, _, _, header in models}
+    blocks = {name: inputs.blocks(header["model"], strict=False) for name, _, _, header in models}
 
     def compute():
         rows = []
@@ -339,8 +333,8 @@ def plan_massive(inputs):
 
 
 def plan_similarity(inputs):
-    _, stats, recipe = inputs.stats()
-    blocks = [(name, run) for name, layers in inputs.blocks(recipe["model"]) for run in layers.runs]
+    _, stats, header = inputs.stats()
+    blocks = [(name, run) for name, layers in inputs.blocks(header["model"]) for run in layers.runs]
 
     def compute():
         table = stats.mean("cosine").tolist()
@@ -349,12 +343,12 @@ def plan_similarity(inputs):
         return rows + [dict(item="block", name=name, row=start, column=end, value=table[start][end])
                        for name, (start, end) in blocks]
 
-    return {"stats": recipe, "blocks": blocks}, compute
+    return {"stats": header["recipe"], "blocks": blocks}, compute
 
 
 def plan_d(inputs):
-    _, stats, recipe = inputs.stats()
-    runs = inputs.runs(recipe["model"])
+    _, stats, header = inputs.stats()
+    runs = inputs.runs(header["model"])
 
     def compute():
         rows = []
@@ -365,7 +359,7 @@ def plan_d(inputs):
                          for channel, (value, spread) in enumerate(zip(d.tolist(), error.tolist()))]
         return rows
 
-    return {"stats": recipe, "runs": runs, "seed": inputs.args.seed}, compute
+    return {"stats": header["recipe"], "runs": runs, "seed": inputs.args.seed}, compute
 
 
 def plan_metrics(inputs):
