@@ -62,6 +62,7 @@ def arguments():
     p.add_argument("--selection", nargs="+", default=[], metavar="[NAME=]FILE", help="selection.json of prune.py")
     p.add_argument("--patch", nargs="+", default=[], metavar="[NAME=]FILE", help="patch files, as for eval_ppl.py")
     p.add_argument("--results", type=Path, help="metrics: ppl.json of eval_ppl.py")
+    p.add_argument("--variants", nargs="+", help="metrics: names of the rows of --results to draw; default all")
     p.add_argument("--windows", type=cli.positive, default=4, help="calibration windows that 1a, 2 and massive run")
     p.add_argument("--datasets", nargs="+", help="of 1b, as for eval_ppl.py; default wiki for the embedded model, else "
                                                  "wikitext2")
@@ -368,9 +369,15 @@ def plan_metrics(inputs):
     content = read_json(inputs.args.results, "ppl")
     if inputs.named_model:
         inputs.session.source.check_artifact(content["model"], inputs.args.results)
-    rows = metric_rows(content["results"])
+    wanted = inputs.args.variants
+    rows = metric_rows([row for row in content["results"] if wanted is None or row["variant"] in wanted])
     if not rows:
         raise Missing(f"finds no pruned variant in {inputs.args.results}")
+    places = [(row["name"], row["n"], row["item"]) for row in rows]
+    twice = next((place for place in places if places.count(place) > 1), None)
+    if twice:
+        raise UserError(f"{inputs.args.results}: several rows are of {twice[0]}, n = {twice[1]}, {twice[2]}; name those "
+                        "to draw with --variants")
     return {"model": content["model"], "rows": rows}, lambda: rows
 
 
