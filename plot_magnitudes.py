@@ -64,8 +64,8 @@ def arguments():
     p.add_argument("--results", type=Path, help="metrics: ppl.json of eval_ppl.py")
     p.add_argument("--variants", nargs="+", help="metrics: names of the rows of --results to draw; default all")
     p.add_argument("--windows", type=cli.positive, default=4, help="calibration windows that 1a, 2 and massive run")
-    p.add_argument("--datasets", nargs="+", help="of 1b, as for eval_ppl.py; default wiki for the embedded model, else "
-                                                 "wikitext2")
+    p.add_argument("--datasets", nargs="+", help="of 1b, as for eval_ppl.py, and of metrics the first one; default the "
+                                                 "first corpus of eval_ppl.py, or of --results")
     p.add_argument("--limit-windows", type=cli.positive, help="1b: the first K windows of each data set only")
     cli.add_model_flags(p)
     p.set_defaults(model=None)  # given, the files must be of this model; the embedded one when a figure needs any
@@ -369,8 +369,9 @@ def plan_metrics(inputs):
     content = read_json(inputs.args.results, "ppl")
     if inputs.named_model:
         inputs.session.source.check_artifact(content["model"], inputs.args.results)
-    wanted = inputs.args.variants
-    rows = metric_rows([row for row in content["results"] if wanted is None or row["variant"] in wanted])
+    names, datasets = inputs.args.variants, inputs.args.datasets
+    rows = metric_rows([row for row in content["results"] if (names is None or row["variant"] in names)
+                        and (not datasets or row["dataset"] == datasets[0])])
     if not rows:
         raise Missing(f"finds no pruned variant in {inputs.args.results}")
     places = [(row["name"], row["n"], row["item"]) for row in rows]
