@@ -64,8 +64,7 @@ def arguments():
     p.add_argument("--results", type=Path, help="metrics: ppl.json of eval_ppl.py")
     p.add_argument("--variants", nargs="+", help="metrics: names of the rows of --results to draw; default all")
     p.add_argument("--windows", type=cli.positive, default=4, help="calibration windows that 1a, 2 and massive run")
-    p.add_argument("--datasets", nargs="+", help="of 1b, as for eval_ppl.py, and of metrics the first one; default the "
-                                                 "first corpus of eval_ppl.py, or of --results")
+    p.add_argument("--datasets", nargs="+", help="of 1b, as for eval_ppl.py; default its first corpus")
     p.add_argument("--limit-windows", type=cli.positive, help="1b: the first K windows of each data set only")
     cli.add_model_flags(p)
     p.set_defaults(model=None)  # given, the files must be of this model; the embedded one when a figure needs any
@@ -369,9 +368,8 @@ def plan_metrics(inputs):
     content = read_json(inputs.args.results, "ppl")
     if inputs.named_model:
         inputs.session.source.check_artifact(content["model"], inputs.args.results)
-    names, datasets = inputs.args.variants, inputs.args.datasets
-    rows = metric_rows([row for row in content["results"] if (names is None or row["variant"] in names)
-                        and (not datasets or row["dataset"] == datasets[0])])
+    names = inputs.args.variants
+    rows = metric_rows([row for row in content["results"] if names is None or row["variant"] in names])
     if not rows:
         raise Missing(f"finds no pruned variant in {inputs.args.results}")
     places = [(row["name"], row["n"], row["item"]) for row in rows]
@@ -383,7 +381,7 @@ def plan_metrics(inputs):
 
 
 def metric_rows(results):
-    """Rows of the figure of metrics from the rows of a ppl.json, of its first data set that has any.
+    """Rows of the figure of metrics from the rows of a ppl.json, of the data set that has most of them.
 
     A metric's selection alone, and with the patch of calibrate.py; other repairs and tuned ones are left out.
     """
@@ -391,7 +389,8 @@ def metric_rows(results):
     rows = [dict(dataset=row["dataset"], name=row["about"]["metric"], n=row["about"]["n"],
                  item=items.get((row["about"]["repair"], row["about"]["stage"])), ppl=row["ppl"]) for row in results]
     rows = [row for row in rows if row["item"] and row["name"] in (*METRICS, *BASELINES)]
-    rows = [row for row in rows if row["dataset"] == rows[0]["dataset"]]
+    datasets = [row["dataset"] for row in rows]
+    rows = [row for row in rows if row["dataset"] == max(datasets, key=datasets.count)]  # the first of equal ones
     return sorted(rows, key=lambda row: (row["name"], row["n"], row["item"]))
 
 

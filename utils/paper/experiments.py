@@ -287,7 +287,7 @@ GROUPS = (
         Table(("metrics",), "every selection metric at every n, alone and with the patch", ("ppl",), "every", MAIN[:3]),
         Table(("metrics",), "", ("compared",), "every",
               tuple(row for step in list(BY_METRIC.values())[1:] for row in _with_metric(step)),
-              (draw("metrics", "--datasets $compared --variants $named", (), "--results $dir/ppl.json"),)),
+              (draw("metrics", "--variants $named", (), "--results $dir/ppl.json"),)),
     ),
     (
         Table(("fig1",), "channel magnitudes, and the sweep of alpha", then=(draw(
