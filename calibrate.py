@@ -92,7 +92,7 @@ def make_patch(out, pruned, repair, args, session, given, measured, spreads):
 
     measured: (recipe of the statistics, calibration info) or None.
     """
-    recipe = {"model": session.source.identity(), "removed": pruned.removed, "metric": pruned.about["metric"],
+    recipe = {"model": session.source.json(), "removed": pruned.removed, "metric": pruned.about["metric"],
               "repair": repair.name, "seed": args.seed, "sigma_windows": args.sigma_windows}
     if repair.reads or args.sigma_windows:
         recipe |= {"stats": measured[0], **{name: getattr(args, name) for name in repair.options}}

@@ -86,7 +86,7 @@ def main():
     windows, held_out = session.calibration(), session.calibration(part="validation", samples=args.val_samples)
     names = ("mode", "top_k", "loss", "trainable", "replace", "init", "epochs", "batch_size", "accumulate", "lr",
              "weight_decay", "decay_to_start", "clip", "seed", "save_every", "cache_dtype")
-    recipe = {"model": session.source.identity(), "removed": variant.removed, "start": variant.digest(),
+    recipe = {"model": session.source.json(), "removed": variant.removed, "start": variant.sha256(),
               "metric": variant.about["metric"], "dtype": session.dtype_name,
               "train": windows.info["token_ids_sha256"], "validation": held_out.info["token_ids_sha256"],
               **{name: getattr(args, name) for name in names}}
@@ -96,7 +96,7 @@ def main():
     if args.save_model:
         tuned, _ = session.read_patch(args.out)
         save_folder(session.decoder, session.tokenizer, tuned, args.save_model,
-                    {"base_model": session.source.identity(), "calibration": windows.info, "seed": args.seed})
+                    {"base_model": session.source.json(), "calibration": windows.info, "seed": args.seed})
         print(f"wrote {args.save_model} ({tuned.describe(session.source)})")
 
 
@@ -148,7 +148,7 @@ def cache_of(args, session, distiller, windows):
     """The TeacherCache of these windows; None when training online."""
     if args.mode == "online":
         return None
-    key = {"teacher": session.source.fingerprint, "token_ids_sha256": windows.info["token_ids_sha256"],
+    key = {"teacher": session.source.sha256, "token_ids_sha256": windows.info["token_ids_sha256"],
            "seq_len": args.seq_len, "top_k": args.top_k, "dtype": session.dtype_name, "cache_dtype": args.cache_dtype,
            "interface": distiller.start}
     return TeacherCache(args.cache, key, len(windows.ids))

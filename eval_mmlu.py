@@ -44,7 +44,7 @@ def main():
     subjects = SUBJECTS if args.subjects == ["all"] else list(dict.fromkeys(args.subjects))
     tables = {subject: (examples, cli.subset(questions, args.limit, args.seed))
               for subject, (examples, questions) in load_subjects(subjects, args.data_dir).items()}
-    recipes = {subject: {"model": session.source.fingerprint, "dtype": session.dtype_name, "answer_tokens": answers,
+    recipes = {subject: {"model": session.source.sha256, "dtype": session.dtype_name, "answer_tokens": answers,
                          "tokenizer": tokenizer_sha256(session.tokenizer), "subject": subject,
                          "questions": content_sha256(table)} for subject, table in tables.items()}
     file = ResultFile(args, "mmlu", "subject", session, variants, recipes)

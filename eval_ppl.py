@@ -49,7 +49,7 @@ def main():
     corpora = {name: evaluation_windows(name, session.tokenizer, args.seq_len, bos=args.bos, limit=args.limit_windows,
                                         data_dir=args.data_dir, unk=args.ptb_unk, stride=args.stride)
                for name in datasets}
-    recipes = {name: {"model": session.source.fingerprint, "dtype": session.dtype_name, "dataset": name,
+    recipes = {name: {"model": session.source.sha256, "dtype": session.dtype_name, "dataset": name,
                       "token_ids": windows.info["token_ids_sha256"], "seq_len": args.seq_len, "stride": args.stride}
                for name, windows in corpora.items()}
     file = ResultFile(args, "ppl", "dataset", session, variants, recipes)

@@ -54,7 +54,7 @@ def main():
     tasks = {qa.name: qa for qa in load_tasks(args.tasks, model, args.data_dir, args.limit, args.seed)}
     check_items(args.dense, dense_rows, tasks)
     print(f"{model.bos_in_words()}; lm-evaluation-harness {HARNESS}, zero-shot; {session.dtype_name}")
-    recipes = {name: {"model": session.source.fingerprint, "dtype": session.dtype_name, "harness": HARNESS,
+    recipes = {name: {"model": session.source.sha256, "dtype": session.dtype_name, "harness": HARNESS,
                       "bos": model.bos_in_words(), "task": name, "items": qa.content_sha1,
                       "tokens": sha256_json([[r.context, r.continuation] for group in qa.groups for r in group])}
                for name, qa in tasks.items()}
@@ -88,7 +88,7 @@ def main():
 def read_dense(path, source):
     """Rows of the dense variant of another qa.json, made for this model or the one that a saved folder came from."""
     content, base = read_json(path, "qa"), origin(source.folder).get("base_model", {})
-    if content["model"]["fingerprint"] not in (source.fingerprint, base.get("fingerprint")):
+    if content["model"]["sha256"] not in (source.sha256, base.get("sha256")):
         raise UserError(f"{path}: made for another model ({content['model']['label']}), so its dense row is no "
                         f"reference for {source.label}")
     rows = [row for row in content["results"] if row["variant"] == "dense"]

@@ -121,7 +121,7 @@ class Inputs:
         for text in getattr(self.args, kind):
             name, path = named_file(text)
             content = (read_json if kind == "selection" else read_header)(path, kind)
-            if not strict and content["model"]["fingerprint"] != identity["fingerprint"]:
+            if not strict and content["model"]["sha256"] != identity["sha256"]:
                 continue
             check_same_model(content["model"], identity, path)
             if name in found:
@@ -155,7 +155,7 @@ class Inputs:
 
     def recipe(self, **more):
         """What determines numbers that the model gives."""
-        return {"model": self.session.source.identity(), "dtype": self.session.dtype_name, **more}
+        return {"model": self.session.source.json(), "dtype": self.session.dtype_name, **more}
 
     def runs_recipe(self, **more):
         ids, info = self.windows
@@ -173,7 +173,7 @@ def plan_1a(inputs):
     recipe = header["recipe"]
     variants = list(inputs.patches)
     found = {variant.layers for variant in variants} or {
-        layers for _, layers in inputs.blocks(inputs.session.source.identity())}
+        layers for _, layers in inputs.blocks(inputs.session.source.json())}
     if len(found) != 1 or not min(layers.removed for layers in found):
         raise Missing("needs --patch files (or one --selection) that remove the same layers, at least one of them")
     variants.insert(0, Variant("pruned", found.pop()))
@@ -187,7 +187,7 @@ def plan_1a(inputs):
         dense = stats.l1_raw[:len(ids)].double().sum(0) / stats.tokens[:len(ids)].sum()
         return alignment_table(dense, read_magnitudes(inputs.session.decoder, ids, variants), variants)
 
-    return inputs.runs_recipe(variants={v.name: v.digest() for v in variants}), compute
+    return inputs.runs_recipe(variants={v.name: v.sha256() for v in variants}), compute
 
 
 def alignment_table(dense, read, variants):
@@ -251,13 +251,13 @@ def plan_1b(inputs):
 
     return inputs.recipe(datasets={name: windows.info["token_ids_sha256"] for name, windows in corpora.items()},
                          windows=[len(windows.ids) for windows in corpora.values()], seq_len=args.seq_len,
-                         variants={variant.name: variant.digest() for variant in variants}), compute
+                         variants={variant.name: variant.sha256() for variant in variants}), compute
 
 
 def plan_2(inputs):
     if not inputs.args.selection and not inputs.args.patch:
         raise Missing("needs --selection (or --patch)")
-    runs = inputs.runs(inputs.session.source.identity())
+    runs = inputs.runs(inputs.session.source.json())
     ids, _ = inputs.windows
     rotated = rotation(inputs.session.source.shape[1])
 

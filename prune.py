@@ -15,7 +15,7 @@ from utils.baselines.laco import add_flags
 from utils.decoder import Variant
 from utils.errors import UserError
 from utils.layers import Layers, check_count, count_for_ratio, parameter_accounting, published_layers
-from utils.metrics import METRICS, PAPER, Evidence, choose, legal_range
+from utils.metrics import METRICS, PAPER, Evidence, choose, protected_layers
 from utils.model_folder import save_folder
 from utils.search import Selection, checked_rounds, rounds_of
 from utils.session import Session, default_folder
@@ -98,7 +98,7 @@ def main():
     for each in calls:
         cli.check_outputs(each, out=".json", stats=".safetensors")
         if len(calls) > 1:
-            legal_range(args.metric, each.n_prune, depth, args.protect_first, args.protect_last)
+            protected_layers(args.metric, each.n_prune, depth, args.protect_first, args.protect_last)
             if each.out.exists() and not args.force:
                 read_json(each.out, "selection")
     if args.save_model:
@@ -115,7 +115,7 @@ def main():
         layers, about, calibration = prune(each, session, evidence)
     if args.save_model:
         save_folder(session.decoder, session.tokenizer, Variant("pruned", layers, about=about), args.save_model,
-                    {"base_model": session.source.identity(), "calibration": calibration, "seed": args.seed})
+                    {"base_model": session.source.json(), "calibration": calibration, "seed": args.seed})
         print(f"wrote {args.save_model} (layers {len(layers.kept)}, patch no)")
 
 
@@ -133,11 +133,11 @@ def prune(args, session, evidence):
         check_count(n_prune, depth)
         name, recipe = args.metric, {"metric": args.metric, "n_prune": n_prune}
     if args.layers is None and n_prune:
-        metric, legal = METRICS[name], legal_range(name, n_prune, depth, args.protect_first, args.protect_last)
+        metric, legal = METRICS[name], protected_layers(name, n_prune, depth, args.protect_first, args.protect_last)
         read, calibration = evidence.described(metric.reads)
         recipe.update(protect=list(legal), **read)
         is_costly, is_search = metric.reads in ("windows", "weights"), metric.gives == "set"
-    recipe["model"] = session.source.identity()
+    recipe["model"] = session.source.json()
 
     # Choose, unless --out holds this choice.
     stored = read_json(args.out, "selection") if reusable(args.out, "selection", recipe, args.force) else None
@@ -161,7 +161,7 @@ def prune(args, session, evidence):
     parameters = parameter_accounting(total, per_layer, layers, session.source.shape[1])
     if not stored:
         write_json(args.out, "selection", {
-            "model": session.source.identity(), "about": about, **layers.json(), "order": list(selection.order),
+            "model": session.source.json(), "about": about, **layers.json(), "order": list(selection.order),
             "scores": list(selection.scores), "parameters": parameters, "calibration": calibration, "recipe": recipe,
             "provenance": session.watch.provenance(lap=True)})
         progress_path(args).unlink(missing_ok=True)

@@ -9,7 +9,7 @@ RECIPE = {"seed": 0}
 
 def identity(**changes):
     """The model that an artifact was made for."""
-    return {"label": "tiny", "revision": None, "fingerprint": "f" * 64, "num_layers": 6, "hidden_size": 64, **changes}
+    return {"label": "tiny", "revision": None, "sha256": "f" * 64, "num_layers": 6, "hidden_size": 64, **changes}
 
 
 def row(variant, about=None, **values):

@@ -15,7 +15,7 @@ from utils.data.windows import calibration_windows, describe
 from utils.decoder import Decoder, run_variants
 from utils.errors import UserError
 from utils.hadamard import rotation
-from utils.metrics import (METRICS, Evidence, choose, last, legal_range, lowest, magnitude, metric, taylor_scores,
+from utils.metrics import (METRICS, Evidence, choose, last, protected_layers, lowest, magnitude, metric, taylor_scores,
                            uniform)
 from utils.repairs import scale_vector
 
@@ -190,11 +190,11 @@ LLAMA3 = [24, 25, 26, 28, 29, 23, 27, 22, 20, 19, 21, 30, 18, 17, 16, 13, 14, 15
 @pytest.mark.parametrize("raw, table", [(LLAMA2, [28, 27, 25, 29, 26, 24, 23, 21, 22]),
                                         (LLAMA3, [24, 25, 26, 28, 29, 23, 27])])
 def test_protection_gives_the_rows_of_table_7(raw, table):
-    first, last = legal_range("taylor+", len(table), 32)
+    first, last = protected_layers("taylor+", len(table), 32)
     assert (first, last) == (4, 2)
     scores = [float(raw.index(layer)) for layer in range(32)]
     assert lowest(scores, len(table), first, last).order == tuple(table)
-    assert lowest(scores, 3, *legal_range("taylor", 3, 32)).order == tuple(raw[:3])
+    assert lowest(scores, 3, *protected_layers("taylor", 3, 32)).order == tuple(raw[:3])
 
 
 # ----- the registry

@@ -47,15 +47,15 @@ def test_missing_and_extra_weights_are_named(folders, tmp_path):
             load_decoder(find_model(str(folder)))
 
 
-def test_fingerprint_follows_the_weights(folders, tmp_path):
+def test_the_sha256_follows_the_weights(folders, tmp_path):
     from safetensors.torch import load_file, save_file
-    one = find_model(str(folders("llama"))).fingerprint
+    one = find_model(str(folders("llama"))).sha256
     same = copy(folders("llama"), tmp_path / "same")
-    assert find_model(str(same)).fingerprint == one
+    assert find_model(str(same)).sha256 == one
     tensors = load_file(same / "model.safetensors")
     tensors["model.norm.weight"][3] += 1
     save_file(tensors, same / "model.safetensors", {"format": "pt"})
-    assert find_model(str(same)).fingerprint != one
+    assert find_model(str(same)).sha256 != one
 
 
 @pytest.mark.parametrize("name, message", [
@@ -77,7 +77,7 @@ def test_hub_model_from_the_local_cache(folders, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     source = find_model("someone/tiny")
-    assert source.revision == revision and source.fingerprint == find_model(str(folders("llama"))).fingerprint
+    assert source.revision == revision and source.sha256 == find_model(str(folders("llama"))).sha256
     assert load_decoder(source).num_layers == 6
 
 

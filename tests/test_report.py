@@ -15,7 +15,7 @@ from utils.paper.render import figure, heading, html_page, items, note, plain, t
 from utils.paper.report import write_report
 from utils.paper.verdicts import MMLU, PERPLEXITY, Cell, depths, find, score_interval, verdict
 
-IDENTITY = {"label": "made up", "num_layers": 6, "hidden_size": 64, "fingerprint": "0" * 64, "revision": None}
+IDENTITY = {"label": "made up", "num_layers": 6, "hidden_size": 64, "sha256": "0" * 64, "revision": None}
 WORK = {"wall_seconds": 1.0, "peak_memory_bytes": 2**21, "hardware": "an abacus", "device": "cpu"}
 TEXT = {"corpus": "wiki", "split": "train", "source": "a wheel", "kind": "stream", "rows": 3, "join": "\n\n",
         "tokens": 999, "bos": "stream", "unk_literals": 0, "windows": 4, "seq_len": 32}
@@ -135,7 +135,7 @@ def test_names_say_nothing_but_which_row_it_is(run_folder):
 
 
 def test_of_another_model_only_narrowed_layers_are_rows(run_folder):
-    other = {**IDENTITY, "fingerprint": "f" * 64}
+    other = {**IDENTITY, "sha256": "f" * 64}
     for stage, shown in (("narrowed", True), ("dense", False)):
         own = ppl_row("llm-pruner-n2", about("llm-pruner", 2, stage=stage), 77.0)
         write_json(run_folder / "ppl_other.json", "ppl", {"model": other, "results": [own], "provenance": WORK})
@@ -316,7 +316,7 @@ def test_missing_parts_give_a_partial_report(run_folder, gone):
 def test_files_of_other_models_and_damaged_ones_never_mix_in(run_folder):
     good, content = write_report(run_folder), json.loads((run_folder / "ppl.json").read_text())
     wrong = [ppl_row(row["variant"], row["about"], 9.99, row["removed"]) for row in content["results"]]
-    foreign = {**content, "model": {**content["model"], "fingerprint": "f" * 64}, "results": wrong}
+    foreign = {**content, "model": {**content["model"], "sha256": "f" * 64}, "results": wrong}
     (run_folder / "zzz.json").write_text(json.dumps(foreign))
     assert "9.99" not in write_report(run_folder)
     for damaged in (json.dumps({**content, "results": wrong}), "{", json.dumps(content)[:500],

@@ -17,14 +17,14 @@ DENSE, ONE, TWO = variant(), variant("one", (2,)), variant("two", (3, 4))
 def call(tmp_path, capsys):
     """call(variants, parts, ...) -> ([(part, name) that were evaluated], what it printed), as the scripts do it."""
 
-    def run(variants, parts, kind="mmlu", force=False, add=False, reuse=True, fingerprint="f" * 64, settings=0,
+    def run(variants, parts, kind="mmlu", force=False, add=False, reuse=True, sha256="f" * 64, settings=0,
             killed=None, more=lambda rows: {"summary": [], "answer_tokens": {}}):
-        model = identity(fingerprint=fingerprint)
-        source = SimpleNamespace(fingerprint=fingerprint, label="tiny", identity=lambda: model)
+        model = identity(sha256=sha256)
+        source = SimpleNamespace(sha256=sha256, label="tiny", identity=lambda: model)
         watch = SimpleNamespace(provenance=lambda decoder: {"decoder": decoder})
         session = SimpleNamespace(source=source, watch=watch, dtype_name="float32", decoder="loaded")
         args = SimpleNamespace(out=tmp_path / "r.json", force=force, add=add)
-        recipes = {part: {"model": fingerprint, "part": part, "settings": settings} for part in parts}
+        recipes = {part: {"model": sha256, "part": part, "settings": settings} for part in parts}
         done, field = [], {"mmlu": "subject", "ppl": "dataset"}[kind]
         file = ResultFile(args, kind, field, session, variants, recipes, reuse)
         try:
@@ -167,7 +167,7 @@ def test_twins_are_two_rows_of_one_content(call, stored):
 
 
 def test_rows_of_another_model_are_never_dropped_by_add(call, stored):
-    call([DENSE], ["a"], fingerprint="0" * 64)
+    call([DENSE], ["a"], sha256="0" * 64)
     before = stored()
     with pytest.raises(UserError, match="made for another model.*choose another --out"):
         call([DENSE], ["a"], add=True)

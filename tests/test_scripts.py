@@ -26,7 +26,7 @@ def test_no_op_layers_are_found_patched_by_the_identity_and_cost_nothing(script,
     code, out, _ = ppl(script, folder, tmp_path, text, "--selection", f"vanilla={tmp_path}/selection.json",
                        "--patch", f"P={tmp_path}/patch.safetensors")
     assert code == 0 and "layers 4, patch after layer 1, yes" in out and "layers 4, patch no" in out
-    assert re.search(r"checksum [0-9a-f]{12}", out)
+    assert re.search(r"sha256 [0-9a-f]{12}", out)
     found = rows(tmp_path)
     for name in ("vanilla", "P"):
         assert found[name]["ppl"] == pytest.approx(found["dense"]["ppl"], rel=1e-5)
@@ -156,7 +156,7 @@ def test_a_list_of_layers_needs_no_calibration(script, folders, tmp_path):
 def test_artifacts_of_another_model_are_refused(script, folders, tmp_path, text):
     prune(script, folders("llama"), tmp_path, text, "--n-prune", 2)
     calibrate(script, folders("llama"), tmp_path, text)
-    for other, field in (("48", "hidden_size"), ("no-ops", "fingerprint")):
+    for other, field in (("48", "hidden_size"), ("no-ops", "sha256")):
         code, _, err = calibrate(script, folders(other), tmp_path, text, name="other.safetensors")
         assert code == 2 and "made for another model" in err and field in err
         code, _, err = ppl(script, folders(other), tmp_path, text, "--patch", tmp_path / "patch.safetensors")

@@ -277,9 +277,9 @@ def test_patch_headers_are_checked(script, folders, tmp_path, text, change):
 
 def test_a_read_only_cache_only_costs_time(folders, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    expected = find_model(str(folders("llama"))).fingerprint
+    expected = find_model(str(folders("llama"))).sha256
     monkeypatch.setenv("LINEARPATCH_CACHE", str(tmp_path / "file" / "cache"))
-    assert find_model(str(folders("llama"))).fingerprint == expected
+    assert find_model(str(folders("llama"))).sha256 == expected
 
 
 def test_out_of_range_ids_in_a_batch_are_named():

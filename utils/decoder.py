@@ -261,7 +261,7 @@ class Variant:
             steps += [index] if index < self.layers.depth else []
         return steps
 
-    def digest(self):
+    def sha256(self):
         """Hex sha256 of what this variant computes: its removed layers and the bytes of its modules."""
         digest = hashlib.sha256(str(list(self.removed)).encode())
         for index, module in sorted(self.modules.items()):

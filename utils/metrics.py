@@ -84,7 +84,7 @@ class Evidence:
         return NextToken(self.decoder, self.windows, self.batch_size)
 
 
-def legal_range(name, n_prune, depth, protect_first=None, protect_last=None):
+def protected_layers(name, n_prune, depth, protect_first=None, protect_last=None):
     """(layers that stay at the start, at the end) for a metric; None takes its default.
 
     Raises UserError unless `n_prune` layers may go.
@@ -103,7 +103,7 @@ def choose(name, evidence, n_prune, protect_first=None, protect_last=None):
     """Selection of `n_prune` layers by a metric. Ties go to the lower index. Raises UserError when none is legal."""
     if n_prune == 0:
         return Selection(Layers(evidence.depth), (), ())
-    found, (first, last) = METRICS[name], legal_range(name, n_prune, evidence.depth, protect_first, protect_last)
+    found, (first, last) = METRICS[name], protected_layers(name, n_prune, evidence.depth, protect_first, protect_last)
     evidence.candidates = range(first, evidence.depth - last)
     if found.gives == "set":
         return found.function(evidence, n_prune, first, last)

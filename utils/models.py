@@ -35,14 +35,14 @@ class ModelSource:
     """A model before its weights are loaded.
 
     label: as the user named it; folder: local Hugging Face folder; revision: hub commit or None;
-    config: dict of config.json; fingerprint: hex sha256 over the config and every weight file.
+    config: dict of config.json; sha256: hex sha256 over the config and every weight file.
     """
 
     label: str
     folder: Path
     revision: str | None
     config: dict
-    fingerprint: str
+    sha256: str
 
     @property
     def is_ours(self):
@@ -75,20 +75,20 @@ class ModelSource:
         text = self.config.get("text_config", self.config)
         return next(((name, text[name]) for name in names if isinstance(text.get(name), int)), (None, None))
 
-    def identity(self):
+    def json(self):
         """What artifacts store about their model."""
         layers, hidden = self.shape
-        return {"label": self.label, "revision": self.revision, "fingerprint": self.fingerprint,
+        return {"label": self.label, "revision": self.revision, "sha256": self.sha256,
                 "num_layers": layers, "hidden_size": hidden}
 
     def check_artifact(self, identity, path):
         """Raise UserError unless an artifact with this `identity` was made for this model."""
-        check_same_model(identity, self.identity(), path)
+        check_same_model(identity, self.json(), path)
 
 
 def check_same_model(found, wanted, path):
     """Raise UserError unless an artifact's `model` is the one that is wanted; both as artifacts store them."""
-    for name in ("hidden_size", "num_layers", "fingerprint"):
+    for name in ("hidden_size", "num_layers", "sha256"):
         if found[name] != wanted[name]:
             differing = (f"{model['label']}: {name} {str(model[name])[:12]}" for model in (found, wanted))
             raise UserError(f"{path}: made for another model ({', not '.join(differing)})")
@@ -118,7 +118,7 @@ def find_model(name, trust_remote_code=False):
         if config.get("model_type") not in transformers.CONFIG_MAPPING:
             raise UserError(f"--model {name}: needs code that comes with the model "
                             f"({config.get('model_type')}); if you trust it, add --trust-remote-code")
-    source = ModelSource(label, folder, revision, config, _fingerprint(folder))
+    source = ModelSource(label, folder, revision, config, _folder_sha256(folder))
     if None in source.shape:
         raise UserError(f"--model {name}: {folder}/config.json states no numbers of layers and hidden channels")
     return source
@@ -180,7 +180,7 @@ def _read_config(folder, name):
     return config
 
 
-def _fingerprint(folder):
+def _folder_sha256(folder):
     """Hex sha256 over config.json and the names and contents of all weight files."""
     files = sorted(p for p in Path(folder).iterdir() if p.suffix == ".safetensors")
     files = files or sorted(p for p in Path(folder).iterdir() if p.suffix == ".bin")

@@ -33,7 +33,7 @@ class Identity(Schema):
     """The model that an artifact was made for."""
 
     label: str
-    fingerprint: str
+    sha256: str
     num_layers: Size
     hidden_size: Size
 

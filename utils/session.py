@@ -94,7 +94,7 @@ class Session:
         """
         if (path, order) not in self._stats:
             windows, rotated = self.calibration(), rotation(self.source.shape[1], order=order)
-            recipe = {"model": self.source.identity(), "token_ids_sha256": windows.info["token_ids_sha256"],
+            recipe = {"model": self.source.json(), "token_ids_sha256": windows.info["token_ids_sha256"],
                       "samples": len(windows.ids), "seq_len": windows.ids.shape[1], "dtype": self.dtype_name,
                       "rotation": rotated.info()}
             self._stats[path, order] = self._had_or_collected(path, windows, rotated, recipe), recipe, windows.info
@@ -140,7 +140,7 @@ class Session:
         return Variant(name, Layers(self.source.shape[0]), about=origin(self.source.folder).get("about"))
 
     def variants(self):
-        """Variants of --selection and --patch behind the model itself, each printed with its depth and checksum.
+        """Variants of --selection and --patch behind the model itself, each printed with its depth and sha256.
 
         Files may be named NAME=FILE; the word dense, or NAME=dense, stands for the model itself. Raises UserError on a
         double name.
@@ -158,7 +158,7 @@ class Session:
         if not found:
             raise UserError("nothing to evaluate: give --patch or --selection, or drop --no-dense")
         for name, variant in found.items():
-            print(f"{name}: {variant.describe(self.source)}, checksum {variant.digest()[:12]}")
+            print(f"{name}: {variant.describe(self.source)}, sha256 {variant.sha256()[:12]}")
         return list(found.values())
 
 

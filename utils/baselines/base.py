@@ -28,7 +28,7 @@ class Baseline:
         args, session = self.args, self.session
         stored = reusable(args.out, "selection", self.recipe, args.force)
         content = read_json(args.out, "selection") if stored else {
-            "model": session.source.identity(), "about": self.about, **self.select(),
+            "model": session.source.json(), "about": self.about, **self.select(),
             "calibration": self.windows.info, "recipe": self.recipe}
         sha256 = sha256_json({name: value for name, value in content.items() if name != "provenance"})
         folder_is_there = stored and args.save_model and origin(args.save_model).get("selection_sha256") == sha256
@@ -45,6 +45,6 @@ class Baseline:
         if folder_is_there:
             print(f"{args.save_model}: reused (made from this selection; --force writes it anew)")
         elif args.save_model:
-            described = self.save(content, {"base_model": session.source.identity(), "seed": args.seed,
+            described = self.save(content, {"base_model": session.source.json(), "seed": args.seed,
                                             "calibration": self.windows.info, "selection_sha256": sha256})
             print(f"wrote {args.save_model} ({described})")

@@ -252,7 +252,7 @@ class Laco(Baseline):
         self.schedule = schedule_of(args, depth)
         self.schedule.check(self.n, depth)
         self.windows = session.calibration()
-        self.recipe = {"model": session.source.identity(), "metric": "laco", "n_prune": self.n, "rdsc": self.rdsc,
+        self.recipe = {"model": session.source.json(), "metric": "laco", "n_prune": self.n, "rdsc": self.rdsc,
                        "schedule": vars(self.schedule), "dtype": session.dtype_name,
                        "token_ids_sha256": self.windows.info["token_ids_sha256"]}
 

@@ -185,7 +185,7 @@ class LLMPruner(Baseline):
                             "prune")
         self.layers = range(first, last)
         self.windows = session.calibration()
-        self.recipe = {"model": session.source.identity(), "metric": "llm-pruner", "target_parameters": self.target,
+        self.recipe = {"model": session.source.json(), "metric": "llm-pruner", "target_parameters": self.target,
                        "layers": [first, last], "dtype": session.dtype_name,
                        "token_ids_sha256": self.windows.info["token_ids_sha256"]}
 

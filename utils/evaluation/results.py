@@ -19,7 +19,7 @@ class ResultFile:
         """
         self.path, self.kind, self.field, self.session, self.variants = args.out, kind, field, session, variants
         recipes = {part: sha256_json(recipe)[:16] for part, recipe in recipes.items()}
-        computes = {variant.name: variant.digest()[:16] for variant in variants}
+        computes = {variant.name: variant.sha256()[:16] for variant in variants}
         self.sha256 = {(part, name): f"{computes[name]}:{recipes[part]}" for part in recipes for name in computes}
         earlier = self._earlier(args)
         found = {row["sha256"]: row for row in earlier} if reuse and not args.force else {}
@@ -42,7 +42,7 @@ class ResultFile:
             return []
         content = read_json(self.path, self.kind, "--force without --add recomputes it" if args.add else REMEDY)
         model, source = content["model"], self.session.source
-        if args.add and content["results"] and model["fingerprint"] != source.fingerprint:
+        if args.add and content["results"] and model["sha256"] != source.sha256:
             raise UserError(f"{self.path}: made for another model ({model['label']}), whose rows --add cannot keep; "
                             "choose another --out")
         return content["results"]
@@ -73,6 +73,6 @@ class ResultFile:
             yield part, missing
             if missing or part == last:
                 self.content = {
-                    "model": self.session.source.identity(), "results": self.results, **more(self.results),
+                    "model": self.session.source.json(), "results": self.results, **more(self.results),
                     "provenance": self.session.watch.provenance(self.session.decoder if computed else None)}
                 write_json(self.path, self.kind, self.content)

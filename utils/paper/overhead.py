@@ -51,13 +51,13 @@ def main():
         raise UserError(f"--decode {args.decode}: {session.source.label} has {session.source.positions[1]} positions")
     cuda = session.device.type == "cuda"
     tokens, repeats = args.tokens or (16 * 2048 if cuda else 256), args.repeats or (100 if cuda else 10)
-    recipe = {"model": session.source.identity(), "variant": variant.digest(), "tokens": tokens, "repeats": repeats,
+    recipe = {"model": session.source.json(), "variant": variant.sha256(), "tokens": tokens, "repeats": repeats,
               "decode": args.decode, "dtype": session.dtype_name}
     if reusable(args.out, "overhead", recipe, args.force):
         return
     parts = [operators(*LLAMA2_7B, tokens, repeats, session.device, session.dtype),
              models(session.decoder, variant, tokens, repeats, args.decode), storage(session.decoder.vocab_size)]
-    write_json(args.out, "overhead", {"model": session.source.identity(), "results": parts, "recipe": recipe,
+    write_json(args.out, "overhead", {"model": session.source.json(), "results": parts, "recipe": recipe,
                                       "provenance": session.watch.provenance(session.decoder)})
     for part in parts:
         print(part["title"])

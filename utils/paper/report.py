@@ -54,7 +54,7 @@ def section_summary(run, model):
             if run.rows(kind)]
     revision = f", revision {model['revision']}" if model["revision"] else ""
     lines = [f"Model {model['label']}: {model['num_layers']} layers, hidden size {model['hidden_size']}, weights "
-             f"sha256 {model['fingerprint'][:16]}{revision}."]
+             f"sha256 {model['sha256'][:16]}{revision}."]
     if hardware:
         lines.append(f"Hardware: {hardware}.")
     lines.append(f"Run: {len(run.selections)} selections, {len(run.patches)} patches, {len(run.variants)} variants "

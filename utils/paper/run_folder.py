@@ -55,7 +55,7 @@ class Run:
         if kind not in self._rows:
             found = {}
             for content in self.evaluations[kind]:
-                own = content["model"].get("fingerprint") == self.model["fingerprint"]
+                own = content["model"].get("sha256") == self.model["sha256"]
                 for row in content["results"]:
                     if own or row["about"]["stage"] in ("merged", "narrowed"):
                         place = row["variant"], *(row.get(name) for name in ("dataset", "task", "subject"))
