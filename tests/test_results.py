@@ -20,7 +20,7 @@ def call(tmp_path, capsys):
     def run(variants, parts, kind="mmlu", force=False, add=False, reuse=True, sha256="f" * 64, settings=0,
             killed=None, more=lambda rows: {"summary": [], "answer_tokens": {}}):
         model = identity(sha256=sha256)
-        source = SimpleNamespace(sha256=sha256, label="tiny", identity=lambda: model)
+        source = SimpleNamespace(sha256=sha256, label="tiny", json=lambda: model)
         watch = SimpleNamespace(provenance=lambda decoder: {"decoder": decoder})
         session = SimpleNamespace(source=source, watch=watch, dtype_name="float32", decoder="loaded")
         args = SimpleNamespace(out=tmp_path / "r.json", force=force, add=add)
