@@ -42,7 +42,6 @@ from utils.models import EMBEDDED, check_same_model
 from utils.repairs import REPAIRS, scale_stderr, scale_vector
 from utils.session import Session, default_folder, named_file
 
-FIGURES = ("1a", "1b", "2", "4", "massive", "similarity", "d", "metrics")
 RUN_THE_MODEL = ("1a", "1b", "2", "massive")
 ALPHAS = tuple(round(0.5 + 0.1 * step, 1) for step in range(11))
 SAMPLED = 20000  # token-wise scalings whose density a violin shows
@@ -55,7 +54,7 @@ def arguments():
     p = cli.parser(__doc__, "python plot_magnitudes.py --figure similarity d --stats "
                             "runs/smollm2-135m/stats.safetensors --selection "
                             "runs/smollm2-135m/n7/selection.json --out figures")
-    p.add_argument("--figure", nargs="+", choices=[*FIGURES, "all"], required=True, help="which, see above")
+    p.add_argument("--figure", nargs="+", choices=[*PLANS, "all"], required=True, help="which, see above")
     p.add_argument("--width", type=float, choices=WIDTHS, default=6.8, help="inches: one column or two")
     p.add_argument("--stats", nargs="+", default=[], metavar="[NAME=]FILE",
                    help="stats.safetensors of prune.py; several for figure 4")
@@ -421,7 +420,7 @@ def table_of(name, recipe, compute, inputs, stem):
 def plans(args, inputs):
     """{figure: (recipe, compute)}; with 'all', figures that the inputs do not allow are named and left out."""
     found = {}
-    for name in FIGURES if "all" in args.figure else dict.fromkeys(args.figure):
+    for name in PLANS if "all" in args.figure else dict.fromkeys(args.figure):
         try:
             if "all" in args.figure and name in RUN_THE_MODEL and not inputs.named_model:
                 raise Missing("needs --model")

@@ -38,11 +38,6 @@ class Metric:
     calibration: dict
     larger_is_better: bool
 
-    @property
-    def is_costly(self):
-        """Whether choosing anew costs more than reading what was chosen."""
-        return self.reads in ("windows", "weights")
-
 
 def metric(name, help, gives="layer", reads="stats", protect=(0, 0), calibration=PAPER, larger_is_better=False):
     """Decorator: register function(Evidence) (of sets: function(Evidence, n, first, last) -> Selection) as a metric."""
