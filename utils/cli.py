@@ -27,6 +27,12 @@ def parser(description, example):
     )
 
 
+def listed(title, entries):
+    """{name: text} as a list behind the example in --help, a line each."""
+    width = max(map(len, entries)) + 2
+    return f"\n\n{title}:\n" + "\n".join(f"  {name:{width}s}{text}" for name, text in entries.items())
+
+
 def add_model_flags(p):
     """--model and how to load it."""
     group = p.add_argument_group("model")
@@ -49,7 +55,8 @@ def add_calibration_flags(p, more_sampling=None):
     more_sampling = more_sampling or {}
     group = p.add_argument_group("calibration")
     group.add_argument("--calib-data", default=None,
-                       help="corpus[:split] or file; default wiki for the embedded model, else wikitext2")
+                       help="corpus[:split] or file; default wiki for the embedded model without --data-dir, else "
+                            "wikitext2")
     group.add_argument("--calib-samples", type=positive, default=128, help="windows")
     group.add_argument("--calib-sampling", choices=["random", "first", *more_sampling], default="random",
                        help="random: seeded starts in the first 90 %% of the split; first: consecutive from its start"
