@@ -374,8 +374,8 @@ def plan_metrics(inputs):
     places = [(row["name"], row["n"], row["item"]) for row in rows]
     twice = next((place for place in places if places.count(place) > 1), None)
     if twice:
-        raise UserError(f"{inputs.args.results}: several rows are of {twice[0]}, n = {twice[1]}, {twice[2]}; name those "
-                        "to draw with --variants")
+        raise UserError(f"{inputs.args.results}: several rows of {twice[0]}, n = {twice[1]}, {twice[2]}; name those to "
+                        "draw with --variants")
     return {"model": content["model"], "rows": rows}, lambda: rows
 
 

@@ -214,7 +214,8 @@ def test_rows_of_every_kind_of_corpus_are_read_again(script, folders, tmp_path, 
     """Random crops of documents drop no tokens that could be counted, a stream does."""
     words = [token_text(60, seed=seed) for seed in range(6)]
     for name, lines in {"c4/c4-validation.00000-of-00008.json": [json.dumps({"text": text}) for text in words],
-                        "wikitext2/wiki.test.raw": words, "ptb/ptb.valid.txt": words, "ptb/ptb.test.txt": words}.items():
+                        "wikitext2/wiki.test.raw": words, "ptb/ptb.valid.txt": words,
+                        "ptb/ptb.test.txt": words}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("\n".join(lines) + "\n")
     command = ("eval_ppl", "--model", folders("llama"), "--datasets", corpus, "--data-dir", tmp_path, "--seq-len", 16,

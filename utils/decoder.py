@@ -285,8 +285,8 @@ class Variant:
 def run_variants(decoder, batch, variants, leaf, wanted=None):
     """Call leaf(variant index, X^(L) [B, T, C]) for every variant; what variants have in common runs once.
 
-    wanted(variant index) may give up a variant meanwhile; it is asked wherever ways part. Where they do, the variant that
-    is named first goes first. Returns the number of layers and modules that ran.
+    wanted(variant index) may give up a variant meanwhile; it is asked wherever ways part. There the variant that is
+    named first goes first. Returns the number of layers and modules that ran.
     """
     ran = 0
 

@@ -245,8 +245,8 @@ def last(evidence):
 # ----- sets
 
 
-@metric("sleb", "SLEB: greedily, by the loss of the pruned model; the first and last layer left at each step stay", gives="set",
-        reads="windows", protect=(1, 1))
+@metric("sleb", "SLEB: greedily, by the loss of the pruned model; the first and last layer left at each step stay",
+        gives="set", reads="windows", protect=(1, 1))
 def sleb(evidence, n_prune, first, last):
     """Greedy removal without a repair, by the loss of the next tokens."""
     selection = search.greedy(evidence.decoder, evidence.objective(), n_prune, first, last, rounds=evidence.rounds,
