@@ -26,8 +26,9 @@ def arguments():
     p.add_argument("--selection", type=Path, nargs="+",
                    help="selection.json of prune.py, one or several; default runs/<model>/selection.json")
     fitted = {name: repair for name, repair in REPAIRS.items() if repair.closed_form}
-    p.add_argument("--repair", "--scaling", choices=fitted, nargs="+", default=["hadamard"],
-                   help="; ".join(f"{name}: {repair.help}" for name, repair in fitted.items()))
+    p.add_argument("--repair", "--scaling", choices=fitted, nargs="+", default=["hadamard"], metavar="REPAIR",
+                   help="one or several of those below")
+    p.epilog += cli.listed("repairs", {name: repair.help for name, repair in fitted.items()})
     p.add_argument("--estimator", choices=ESTIMATORS, default="ratio-of-sums",
                    help="of d: the paper's ratio of sums, or the released code's mean of per-sample ratios")
     p.add_argument("--ridge", type=cli.amount, help="of fits by least squares, times the mean of the diagonal of X^T X;"

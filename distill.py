@@ -35,22 +35,23 @@ def arguments():
                         "mse: states at the interface")
     p.add_argument("--trainable", default="full", help=f"one of {', '.join(PARAMETRISATIONS)}")
     networks = {name: repair for name, repair in REPAIRS.items() if not repair.closed_form}
-    p.add_argument("--replace", choices=networks, help="train this in the place of each run, instead of the patch; "
-                   + "; ".join(f"{name}: {repair.help}" for name, repair in networks.items()))
+    p.add_argument("--replace", choices=networks, help="train this in the place of each run, instead of the patch")
+    p.epilog += cli.listed("networks for --replace", {name: repair.help for name, repair in networks.items()})
     p.add_argument("--init", choices=["patch", "identity", "random"], default="patch", help="where training starts")
     group = p.add_argument_group("training")
-    group.add_argument("--train-data", dest="calib_data", help="corpus[:split] or file; default as for calibration")
+    group.add_argument("--train-data", dest="calib_data", metavar="CORPUS",
+                       help="corpus[:split] or file; default as for calibration")
     group.add_argument("--train-samples", type=cli.positive, default=5000, help="windows an epoch")
     group.add_argument("--val-samples", type=cli.positive, default=16, help="windows of the last tenth of the split")
     group.add_argument("--seq-len", type=cli.positive, default=2048, help="tokens a window")
-    group.add_argument("--epochs", type=cli.positive, default=1)
+    group.add_argument("--epochs", type=cli.positive, default=1, help="passes over the windows")
     group.add_argument("--batch-size", type=cli.positive, default=1, help="windows a forward pass")
     group.add_argument("--accumulate", type=cli.positive, default=1, help="forward passes a step")
     group.add_argument("--lr", type=cli.amount, default=1e-4, help="of AdamW; cosine from here to a twentieth")
     group.add_argument("--weight-decay", type=cli.amount, default=1e-4, help="decoupled")
     group.add_argument("--decay-to-start", action="store_true", help="decay toward the initial patch, not toward zero")
     group.add_argument("--clip", type=cli.above_zero, help="largest gradient norm; none by default")
-    group.add_argument("--seed", type=cli.seed, default=0)
+    group.add_argument("--seed", type=cli.seed, default=0, help="of windows, their order and random starts")
     group.add_argument("--save-every", type=cli.positive, default=50, help="steps between validations and checkpoints")
     group.add_argument("--cache", type=Path, help="folder of the offline cache; default teacher_cache beside --out")
     group.add_argument("--cache-dtype", choices=["float16", "float32"], default="float16",

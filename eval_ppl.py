@@ -21,8 +21,8 @@ def arguments():
     cli.add_model_flags(p)
     cli.add_variant_flags(p)
     p.add_argument("--datasets", nargs="+", default=None,
-                   help=f"{' '.join(CORPORA)}, or files; default wiki news for the embedded model, else "
-                        "wikitext2 c4 ptb")
+                   help=f"{' '.join(CORPORA)}, or files; default wiki news for the embedded model "
+                        "without --data-dir, else wikitext2 c4 ptb")
     p.add_argument("--seq-len", type=cli.positive, default=2048, help="tokens a window")
     p.add_argument("--limit-windows", type=cli.positive, help="take the first K windows only")
     p.add_argument("--bos", choices=["stream", "window"], default="stream",

@@ -38,11 +38,10 @@ from utils.hadamard import rotation
 from utils.layers import Layers
 from utils.metrics import METRICS
 from utils.modeling_linearpatch import LinearPatch
-from utils.models import EMBEDDED
+from utils.models import EMBEDDED, check_same_model
 from utils.repairs import REPAIRS, scale_stderr, scale_vector
 from utils.session import Session, default_folder, named_file
 
-FIGURES = ("1a", "1b", "2", "4", "massive", "similarity", "d", "metrics")
 RUN_THE_MODEL = ("1a", "1b", "2", "massive")
 ALPHAS = tuple(round(0.5 + 0.1 * step, 1) for step in range(11))
 SAMPLED = 20000  # token-wise scalings whose density a violin shows
@@ -55,16 +54,16 @@ def arguments():
     p = cli.parser(__doc__, "python plot_magnitudes.py --figure similarity d --stats "
                             "runs/smollm2-135m/stats.safetensors --selection "
                             "runs/smollm2-135m/n7/selection.json --out figures")
-    p.add_argument("--figure", nargs="+", choices=[*FIGURES, "all"], required=True, help="which, see above")
+    p.add_argument("--figure", nargs="+", choices=[*PLANS, "all"], required=True, help="which, see above")
     p.add_argument("--width", type=float, choices=WIDTHS, default=6.8, help="inches: one column or two")
     p.add_argument("--stats", nargs="+", default=[], metavar="[NAME=]FILE",
                    help="stats.safetensors of prune.py; several for figure 4")
     p.add_argument("--selection", nargs="+", default=[], metavar="[NAME=]FILE", help="selection.json of prune.py")
     p.add_argument("--patch", nargs="+", default=[], metavar="[NAME=]FILE", help="patch files, as for eval_ppl.py")
     p.add_argument("--results", type=Path, help="metrics: ppl.json of eval_ppl.py")
+    p.add_argument("--variants", nargs="+", help="metrics: names of the rows of --results to draw; default all")
     p.add_argument("--windows", type=cli.positive, default=4, help="calibration windows that 1a, 2 and massive run")
-    p.add_argument("--datasets", nargs="+", help="of 1b, as for eval_ppl.py; default wiki for the embedded model, else "
-                                                 "wikitext2")
+    p.add_argument("--datasets", nargs="+", help="of 1b, as for eval_ppl.py; default its first corpus")
     p.add_argument("--limit-windows", type=cli.positive, help="1b: the first K windows of each data set only")
     cli.add_model_flags(p)
     p.set_defaults(model=None)  # given, the files must be of this model; the embedded one when a figure needs any
@@ -96,23 +95,20 @@ class Inputs:
         for text in self.args.stats:
             name, path = named_file(text)
             stats, header = Stats.load(path)
-            identity = header["recipe"].get("model")
-            if not isinstance(identity, dict) or identity.get("num_layers") != stats.l1_raw.shape[1] - 1:
-                raise UserError(f"{path}: says no model with its number of layers; collect it anew with prune.py")
-            name = Path(str(identity.get("label"))).name if path == text else name
+            name = Path(header["model"]["label"]).name if path == text else name
             if name in [entry[0] for entry in found]:
                 raise UserError(f"--stats: two files are called {name}; name them with NAME=FILE")
             found.append((name, path, stats, header))
         return found
 
     def stats(self):
-        """(path, Stats, recipe) of the one --stats file, made for --model where that is given."""
+        """(path, Stats, header) of the one --stats file, made for --model where that is given."""
         if len(self.args.stats) != 1:
             raise Missing(f"needs one --stats file, {len(self.args.stats)} given")
         _, path, stats, header = self.all_stats[0]
         if self.named_model:
-            self.session.source.check_artifact(header["recipe"]["model"], path)
-        return path, stats, header["recipe"]
+            self.session.source.check_artifact(header["model"], path)
+        return path, stats, header
 
     def blocks(self, identity, strict=True):
         """[(name, Layers)] of --selection, or else of --patch, checked against a model's identity.
@@ -124,15 +120,12 @@ class Inputs:
         for text in getattr(self.args, kind):
             name, path = named_file(text)
             content = (read_json if kind == "selection" else read_header)(path, kind)
-            differing = [key for key in ("hidden_size", "num_layers", "sha256")
-                         if content["model"].get(key) != identity.get(key)]
-            if differing and strict:
-                raise UserError(f"{path}: made for another model ({content['model'].get('label')}) than "
-                                f"{identity.get('label')}: {differing[0]} differs")
-            if not differing:
-                if name in found:
-                    raise UserError(f"two files of --{kind} are called {name}; name them with NAME=FILE")
-                found[name] = Layers.of(content, identity["num_layers"], path)
+            if not strict and content["model"]["sha256"] != identity["sha256"]:
+                continue
+            check_same_model(content["model"], identity, path)
+            if name in found:
+                raise UserError(f"two files of --{kind} are called {name}; name them with NAME=FILE")
+            found[name] = Layers.of(content, identity["num_layers"], path)
         return list(found.items())
 
     def runs(self, identity):
@@ -149,8 +142,7 @@ class Inputs:
         taken = {name for name in names if names.count(name) > 1 or name in ("dense", "pruned", "vanilla")}
         if taken:
             raise UserError(f"--patch: the name {sorted(taken)[0]} is taken; choose others with NAME=FILE")
-        return [self.session.read_patch(named_file(text)[1], named_file(text)[0])[0]
-                for text in self.args.patch]
+        return [self.session.read_patch(path, name)[0] for name, path in map(named_file, self.args.patch)]
 
     @cached_property
     def windows(self):
@@ -175,8 +167,9 @@ class Inputs:
 
 
 def plan_1a(inputs):
-    path, stats, recipe = inputs.stats()
-    inputs.session.source.check_artifact(recipe["model"], path)
+    path, stats, header = inputs.stats()
+    inputs.session.source.check_artifact(header["model"], path)
+    recipe = header["recipe"]
     variants = list(inputs.patches)
     found = {variant.layers for variant in variants} or {
         layers for _, layers in inputs.blocks(inputs.session.source.json())}
@@ -291,7 +284,7 @@ def plan_4(inputs):
     if not inputs.args.stats:
         raise Missing("needs --stats")
     models = inputs.all_stats
-    blocks = {name: inputs.blocks(header["recipe"]["model"], strict=False) for name, _, _, header in models}
+    blocks = {name: inputs.blocks(header["model"], strict=False) for name, _, _, header in models}
 
     def compute():
         rows = []
@@ -339,8 +332,8 @@ def plan_massive(inputs):
 
 
 def plan_similarity(inputs):
-    _, stats, recipe = inputs.stats()
-    blocks = [(name, run) for name, layers in inputs.blocks(recipe["model"]) for run in layers.runs]
+    _, stats, header = inputs.stats()
+    blocks = [(name, run) for name, layers in inputs.blocks(header["model"]) for run in layers.runs]
 
     def compute():
         table = stats.mean("cosine").tolist()
@@ -349,12 +342,12 @@ def plan_similarity(inputs):
         return rows + [dict(item="block", name=name, row=start, column=end, value=table[start][end])
                        for name, (start, end) in blocks]
 
-    return {"stats": recipe, "blocks": blocks}, compute
+    return {"stats": header["recipe"], "blocks": blocks}, compute
 
 
 def plan_d(inputs):
-    _, stats, recipe = inputs.stats()
-    runs = inputs.runs(recipe["model"])
+    _, stats, header = inputs.stats()
+    runs = inputs.runs(header["model"])
 
     def compute():
         rows = []
@@ -365,7 +358,7 @@ def plan_d(inputs):
                          for channel, (value, spread) in enumerate(zip(d.tolist(), error.tolist()))]
         return rows
 
-    return {"stats": recipe, "runs": runs, "seed": inputs.args.seed}, compute
+    return {"stats": header["recipe"], "runs": runs, "seed": inputs.args.seed}, compute
 
 
 def plan_metrics(inputs):
@@ -374,14 +367,20 @@ def plan_metrics(inputs):
     content = read_json(inputs.args.results, "ppl")
     if inputs.named_model:
         inputs.session.source.check_artifact(content["model"], inputs.args.results)
-    rows = metric_rows(content["results"])
+    names = inputs.args.variants
+    rows = metric_rows([row for row in content["results"] if names is None or row["variant"] in names])
     if not rows:
         raise Missing(f"finds no pruned variant in {inputs.args.results}")
+    places = [(row["name"], row["n"], row["item"]) for row in rows]
+    twice = next((place for place in places if places.count(place) > 1), None)
+    if twice:
+        raise UserError(f"{inputs.args.results}: several rows of {twice[0]}, n = {twice[1]}, {twice[2]}; name those to "
+                        "draw with --variants")
     return {"model": content["model"], "rows": rows}, lambda: rows
 
 
 def metric_rows(results):
-    """Rows of the figure of metrics from the rows of a ppl.json, of its first data set that has any.
+    """Rows of the figure of metrics from the rows of a ppl.json, of the data set that has most of them.
 
     A metric's selection alone, and with the patch of calibrate.py; other repairs and tuned ones are left out.
     """
@@ -389,7 +388,8 @@ def metric_rows(results):
     rows = [dict(dataset=row["dataset"], name=row["about"]["metric"], n=row["about"]["n"],
                  item=items.get((row["about"]["repair"], row["about"]["stage"])), ppl=row["ppl"]) for row in results]
     rows = [row for row in rows if row["item"] and row["name"] in (*METRICS, *BASELINES)]
-    rows = [row for row in rows if row["dataset"] == rows[0]["dataset"]]
+    datasets = [row["dataset"] for row in rows]
+    rows = [row for row in rows if row["dataset"] == max(datasets, key=datasets.count)]  # the first of equal ones
     return sorted(rows, key=lambda row: (row["name"], row["n"], row["item"]))
 
 
@@ -420,7 +420,7 @@ def table_of(name, recipe, compute, inputs, stem):
 def plans(args, inputs):
     """{figure: (recipe, compute)}; with 'all', figures that the inputs do not allow are named and left out."""
     found = {}
-    for name in FIGURES if "all" in args.figure else dict.fromkeys(args.figure):
+    for name in PLANS if "all" in args.figure else dict.fromkeys(args.figure):
         try:
             if "all" in args.figure and name in RUN_THE_MODEL and not inputs.named_model:
                 raise Missing("needs --model")

@@ -32,8 +32,8 @@ def arguments():
     which.add_argument("--ratio", type=float, help="or: share of all parameters, for instance 0.25; nearest n")
     which.add_argument("--layers", help="or: explicit list, for instance 23-29 or 3,5,7 (0-based, ends included); "
                                         "paper or paper:METHOD takes table 7, with --n-prune where it has several")
-    p.add_argument("--metric", choices=METHODS, default="cosine", metavar="METRIC",
-                   help="; ".join(f"{name}: {method.help}" for name, method in METHODS.items()) + ". " + calibrations())
+    p.add_argument("--metric", choices=METHODS, default="cosine", metavar="METRIC", help="one of those below")
+    p.epilog += cli.listed("metrics", {name: method.help for name, method in METHODS.items()}) + calibrations()
     for place, name in enumerate(("first", "last")):
         defaults = ", ".join(f"{metric.name} {metric.protect[place]}" for metric in METRICS.values())
         p.add_argument(f"--protect-{name}", type=cli.non_negative,
@@ -54,13 +54,12 @@ def arguments():
 
 
 def calibrations():
-    """The published calibrations of METHODS, which are the defaults, in words."""
+    """The published calibrations of METHODS, which are the defaults, as a list for --help."""
     names = {}
     for name, method in METHODS.items():
         flags = " ".join(f"--{flag.replace('_', '-')} {value}" for flag, value in method.calibration.items())
         names.setdefault(flags, []).append(name)
-    return "Published calibrations, the defaults: " + "; ".join(
-        f"{flags} for {', '.join(found)}" for flags, found in names.items())
+    return cli.listed("published calibrations, the defaults", {flags: ", ".join(n) for flags, n in names.items()})
 
 
 def check_flags(p, args):

@@ -1,4 +1,4 @@
-"""A saved folder in a fresh process that has never seen this project: the same bits, and no loading without its code."""
+"""Saved folders in a fresh process that has never seen this project: the same bits, and nothing without their code."""
 
 import re
 import subprocess

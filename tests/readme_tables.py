@@ -3,6 +3,7 @@
 Writes each between <!-- NAME --> and <!-- end NAME -->; tests/test_readme.py fails where the README says otherwise.
 """
 
+import argparse
 import re
 from pathlib import Path
 
@@ -54,10 +55,12 @@ def markdown(name):
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__).parse_args()
     text = README.read_text(encoding="utf-8")
     for name in TABLES:
         text = re.sub(rf"<!-- {name} -->.*?<!-- end {name} -->", lambda _: markdown(name), text, flags=re.S)
     README.write_text(text, encoding="utf-8")
+    print(f"wrote the tables of {README}")
 
 
 if __name__ == "__main__":

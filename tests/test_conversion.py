@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from utils import conversion
+from utils import artifacts, conversion
 from utils.conversion import baichuan_to_folder, gguf_to_folder, is_baichuan
 from utils.data.wheels import smollm2_gguf
 from utils.errors import UserError, WorkError
@@ -296,7 +296,7 @@ def test_killed_conversion_leaves_nothing(tmp_path, cache, monkeypatch):
 
 def test_folder_of_a_faster_process_is_kept(tmp_path):
     target = tmp_path / "models" / "x"
-    with conversion._new_folder(target) as mine:
+    with artifacts.atomic_folder(target) as mine:
         (mine / "file").write_text("mine")
         target.mkdir()
         (target / "file").write_text("theirs")

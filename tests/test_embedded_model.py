@@ -77,7 +77,8 @@ def test_scores_d_and_perplexity_equal_a_plain_computation(embedded):
     ids = evaluation_windows(str(TEST), tokenizer, 512, limit=2).ids
     patch = dense @ torch.diag(after / before) @ dense.T
     removed = tuple(range(12, 19))
-    found = window_losses(decoder, [variant("P", removed, {19: patch_of("hadamard", d)}, depth=30)], ids, progress=False)
+    patched = variant("P", removed, {19: patch_of("hadamard", d)}, depth=30)
+    found = window_losses(decoder, [patched], ids, progress=False)
     for index in removed:
         decoder.layers[index].forward = lambda hidden_states, **kwargs: hidden_states
     handle = decoder.layers[19].register_forward_pre_hook(

@@ -430,6 +430,13 @@ def test_metrics_takes_its_rows_from_the_results_alone(run, tmp_path, monkeypatc
     assert len(rows) == len(found)
     assert found == {("cosine", "3", "alone"): 50.0, ("cosine", "3", "patched"): 45.0, ("sleb", "3", "alone"): 40.0,
                      ("sleb", "3", "patched"): 39.0, ("taylor+", "3", "alone"): 90.0, ("taylor+", "3", "patched"): 60.0}
+    twin = {**next(row for row in RESULTS if row["about"]["repair"] == "hadamard"), "variant": "other windows"}
+    write_json(tmp_path / "ppl.json", "ppl", {"model": identity(), "results": [*RESULTS, twin]})
+    code, _, err = run(figure=["metrics"], model=None, out="twice")
+    assert code == 2 and "--variants" in err and not (tmp_path / "twice").exists()
+    names = [row["variant"] for row in RESULTS]
+    assert run("--variants", *names, figure=["metrics"], model=None, out="named")[0] == 0
+    assert table(tmp_path / "named", "metrics") == rows
     write_json(tmp_path / "ppl.json", "ppl", {"model": identity(), "results": RESULTS[-1:]})
     code, _, err = run("--results", tmp_path / "ppl.json", figure=["metrics"], model=None, out="empty", results=False)
     assert code == 2 and "no pruned variant" in err and not (tmp_path / "empty").exists()

@@ -1,4 +1,4 @@
-"""Layers against brute force over all sets of removed layers, its JSON form, wrong input; the paper's pruning ratios."""
+"""Layers against brute force over all sets of removed layers, its JSON, wrong input; the paper's pruning ratios."""
 
 import json
 from importlib import resources
@@ -19,7 +19,7 @@ def test_every_property_equals_brute_force(removed):
     runs = [(start, end) for start in range(6) for end in range(start + 1, 7)
             if set(range(start, end)) <= set(removed) and start - 1 not in removed and end not in removed]
     assert layers.removed == removed and layers.kept == kept and layers.runs == sorted(runs)
-    assert [layers.position(index) for index in range(7)] == [sum(layer < index for layer in kept) for index in range(7)]
+    assert [layers.position(index) for index in range(7)] == [len([k for k in kept if k < index]) for index in range(7)]
     assert [layers.position(layer) for layer in kept] == list(range(len(kept)))
     assert layers.json() == {"removed": list(removed), "kept": kept, "runs": [list(run) for run in runs]}
     assert Layers.of(json.loads(json.dumps(layers.json())), 6, "x.json") == layers == Layers(6, removed)

@@ -10,7 +10,7 @@ from tests.elsewhere import check_elsewhere, expect
 from tests.tiny import FAMILIES, P, ids, logits_of, patched_variant, save, tiny, variant
 from tests.tokenizers_for_tests import tok_nobos
 from utils.decoder import Decoder
-from utils.errors import UserError
+from utils.errors import UserError, WorkError
 from utils.layers import Layers
 from utils.model_folder import cut, origin, patched_model, save_folder
 from utils.modeling_linearpatch import LinearPatch
@@ -190,7 +190,7 @@ def test_a_failed_save_leaves_the_old_folder(tmp_path, monkeypatch):
     before = (tmp_path / "out" / "config.json").read_bytes()
     monkeypatch.setattr(type(tok_nobos()), "save_pretrained",
                         lambda *a, **k: (_ for _ in ()).throw(OSError(28, "full")))
-    with pytest.raises(OSError):
+    with pytest.raises(WorkError, match="full"):
         save_folder(Decoder(tiny()), tok_nobos(), variant("pruned", (1,)), tmp_path / "out", {})
     assert (tmp_path / "out" / "config.json").read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["out"]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from tests.tiny import save, tiny
 from utils.errors import UserError
 from utils.models import find_model, load_decoder, pick_dtype
+from utils.session import Session
 
 
 def test_auto_dtype():
@@ -45,7 +47,7 @@ def test_missing_and_extra_weights_are_named(folders, tmp_path):
             load_decoder(find_model(str(folder)))
 
 
-def test_fingerprint_follows_the_weights(folders, tmp_path):
+def test_the_sha256_follows_the_weights(folders, tmp_path):
     from safetensors.torch import load_file, save_file
     one = find_model(str(folders("llama"))).sha256
     same = copy(folders("llama"), tmp_path / "same")
@@ -100,3 +102,13 @@ def test_device_that_is_not_there():
 def test_saved_fixture_is_plain(tmp_path):
     assert sum(p.numel() for p in load_decoder(find_model(str(save(tiny(), tmp_path)))).model.parameters()) == sum(
         p.numel() for p in tiny().parameters())
+
+
+@pytest.mark.parametrize("name", ["llama", "tied", "qwen3", "gemma3"])
+def test_parameters_are_counted_without_weights(folders, name, monkeypatch):
+    decoder = load_decoder(find_model(str(folders(name))))
+    monkeypatch.setattr("utils.session.load_decoder", None)
+    session = Session(SimpleNamespace(model=str(folders(name)), trust_remote_code=False, device="cpu", dtype="auto"))
+    total, layers = session.parameters
+    assert total == sum(p.numel() for p in decoder.model.parameters())
+    assert layers == [sum(p.numel() for p in layer.parameters()) for layer in decoder.layers]

@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from tests.steps import calibrate, prune
+from tests.tiny import tiny
+from utils.artifacts import read_header
+from utils.networks import SwiGLU
 from utils.paper import overhead
+from utils.repairs import write_patch
 
 
 @pytest.fixture
@@ -61,3 +65,19 @@ def test_the_command_times_dense_pruned_and_patched(script, folders, patch, tmp_
 def test_a_patch_of_another_model_is_refused(folders, patch, tmp_path, monkeypatch, capsys):
     code, _, err = run(monkeypatch, capsys, "--model", folders("tied"), "--patch", patch, "--out", tmp_path / "o.json")
     assert code == 2 and "made for another model" in err and not (tmp_path / "o.json").exists()
+
+
+def test_a_network_in_the_place_of_layers_is_no_patch(script, folders, patch, tmp_path, monkeypatch, capsys, text):
+    """Told from the repair that the file names: nothing is timed, and figure 1b scales nothing."""
+    header = read_header(patch, "patch")
+    network = SwiGLU.random(tiny().config, seed=0)
+    tensors = {f"run0.{name}": tensor for name, tensor in network.export().items()}
+    write_patch(tmp_path / "net.safetensors", tensors, {
+        **header, "about": {**header["about"], "repair": "ffn", "stage": "distilled"}, "activation": "silu"})
+    code, _, err = run(monkeypatch, capsys, "--model", folders("llama"), "--patch", tmp_path / "net.safetensors",
+                       "--out", tmp_path / "o.json")
+    assert code == 2 and "is no matrix on the stream" in err and not (tmp_path / "o.json").exists()
+    code, _, err = script("plot_magnitudes", "--figure", "1b", "--model", folders("llama"), "--patch",
+                          f"net={tmp_path}/net.safetensors", "--datasets", text, "--seq-len", 32, "--out",
+                          tmp_path / "figures")
+    assert code == 2 and "scales patches; net has none, or a network" in err and not (tmp_path / "figures").exists()

@@ -61,6 +61,7 @@ def arguments(monkeypatch):
     (["llama2-7b", "table99"], "", "error: table99 is no target; there are: table5 "),
     (["llama2-7b", ""], "", "error:  is no target"), (["llama2-7b", "table5 fig2"], "", "table5 fig2 is no target"),
     (["llama2-7b", "--dry", "table5"], "", "error: --dry is no option; see 'bash run_all.sh'"),
+    (["nosuch"], "", "error: nosuch is no preset (smollm2-135m "), (["fig2", "fig1"], "", "error: fig2 is no preset"),
     (["llama2-7b"], "large", "error: SIZE=large; the only other size is small")])
 def test_wrong_input_is_named(arguments, capsys, words, size, message):
     with pytest.raises(SystemExit) as stop:
@@ -78,7 +79,7 @@ def test_without_a_preset_there_is_the_usage(arguments, capsys, words, code):
 def test_targets_and_run_directories(arguments, tmp_path):
     assert arguments("llama2-7b") == ("llama2-7b", TARGETS, "runs/llama2-7b", False)
     assert arguments("llama2-7b", "fig2", "all")[1] == TARGETS
-    assert arguments("fig2", "--dry-run", "fig1") == ("fig2", ["fig1"], "runs/fig2", True)
+    assert arguments("me/fig2", "--dry-run", "fig1") == ("me/fig2", ["fig1"], "runs/fig2", True)
     assert arguments("owner/a:b c|d")[2] == "runs/a_b_c_d"
     (tmp_path / "link").symlink_to(tmp_path / "there")
     (tmp_path / "there").mkdir()

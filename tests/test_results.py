@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.artifacts import identity, mmlu_row, ppl_row
-from tests.tiny import variant
+from tests.tiny import token_text, variant
+from utils.artifacts import read_json
 from utils.errors import UserError
 from utils.evaluation.results import ResultFile
 
@@ -20,7 +21,7 @@ def call(tmp_path, capsys):
     def run(variants, parts, kind="mmlu", force=False, add=False, reuse=True, sha256="f" * 64, settings=0,
             killed=None, more=lambda rows: {"summary": [], "answer_tokens": {}}):
         model = identity(sha256=sha256)
-        source = SimpleNamespace(sha256=sha256, label="tiny", identity=lambda: model)
+        source = SimpleNamespace(sha256=sha256, label="tiny", json=lambda: model)
         watch = SimpleNamespace(provenance=lambda decoder: {"decoder": decoder})
         session = SimpleNamespace(source=source, watch=watch, dtype_name="float32", decoder="loaded")
         args = SimpleNamespace(out=tmp_path / "r.json", force=force, add=add)
@@ -206,3 +207,20 @@ def test_perplexities_are_such_rows_too(call, stored):
     assert call([DENSE, ONE], ["wiki"], kind="ppl", more=lambda rows: {})[0]
     done, out = call([DENSE, ONE], ["wiki"], kind="ppl", more=lambda rows: {})
     assert done == [] and "2 of 2 rows" in out and stored()["results"][0]["dataset"] == "wiki"
+
+
+@pytest.mark.parametrize("corpus", ["c4", "c4-new", "wikitext2", "ptb", "ptb-new"])
+def test_rows_of_every_kind_of_corpus_are_read_again(script, folders, tmp_path, corpus):
+    """Random crops of documents drop no tokens that could be counted, a stream does."""
+    words = [token_text(60, seed=seed) for seed in range(6)]
+    for name, lines in {"c4/c4-validation.00000-of-00008.json": [json.dumps({"text": text}) for text in words],
+                        "wikitext2/wiki.test.raw": words, "ptb/ptb.valid.txt": words,
+                        "ptb/ptb.test.txt": words}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+    command = ("eval_ppl", "--model", folders("llama"), "--datasets", corpus, "--data-dir", tmp_path, "--seq-len", 16,
+               "--limit-windows", 2, "--out", tmp_path / "ppl.json")
+    assert script(*command)[0] == 0
+    assert read_json(tmp_path / "ppl.json", "ppl")["results"][0]["windows"] == 2
+    code, out, _ = script(*command)
+    assert code == 0 and "1 of 1 rows reused" in out

@@ -152,6 +152,25 @@ def test_a_hopeless_candidate_is_given_up_early_and_a_bad_lead_does_no_harm():
             assert (3, 1) not in objective.seen and rows[4]["batches"] == 1
 
 
+def test_a_candidate_that_another_one_excludes_goes_no_further():
+    """Layer 1 is complete in the second batch, below what 2 and 3 have lost in the first: there they end."""
+    objective, ran = ByHand(), []
+    objective.losses, objective.batches = {1: [1.0, 1.0], 2: [5.0, 5.0], 3: [5.0, 5.0], 4: [4.0, 4.0]}, [0, 1]
+    objective.inputs = lambda number: SimpleNamespace(hidden=(), number=number)
+
+    def step(batch, index, hidden):
+        ran.append((batch.number, index))
+        return *hidden, index
+
+    candidates = {layer: without(6, [layer]) for layer in objective.losses}
+    bar = SimpleNamespace(update=lambda n: None)
+    race = search._Race(SimpleNamespace(step=step), objective, candidates, 4, bar)
+    assert race.winner() == 1
+    assert [row["batches"] for row in race.scores(1)] == [2, 1, 1, 2]
+    lead, first, others = [0, 1, 2, 3, 5], [0, 2, 3, 4, 5], [1]  # of the others one layer, before they are asked
+    assert [index for number, index in ran if number == 1] == lead + first + others
+
+
 def test_half_precision_takes_no_shortlist():
     """Its products are too coarse for a bound; the result is that of all losses."""
     decoder = Decoder(tiny(initializer_range=0.3).bfloat16())
@@ -209,12 +228,12 @@ def test_a_broken_model_has_no_loss():
 
 def plain_patches(states, removed):
     """{end of run: P} from the states of the dense model, float64 [L+1, B, T, C], by dense products."""
-    turn, matrices = rotation(64).matrix(), {}
-    norms = (states @ turn).abs().sum((1, 2))
+    basis, matrices = rotation(64).matrix(), {}
+    norms = (states @ basis).abs().sum((1, 2))
     for start in removed:
         if start - 1 not in removed:
             end = next(layer for layer in range(start, 7) if layer not in removed)
-            matrices[end] = (turn @ (norms[end] / norms[start]).diag() @ turn.T).float()
+            matrices[end] = (basis @ (norms[end] / norms[start]).diag() @ basis.T).float()
     return matrices
 
 
@@ -309,6 +328,18 @@ def test_a_killed_search_goes_on_to_the_same_selection(script, folders, tmp_path
     whole.pop("provenance"), parts.pop("provenance")
     assert whole == parts
     assert [path.name for path in (tmp_path / "parts").iterdir()] == ["selection.json"]
+
+
+def test_fewer_layers_of_one_call_and_reused_ones_are_not_searched(script, folders, tmp_path, text, monkeypatch):
+    raced = kill_in_round(0, monkeypatch)
+    common = ("--model", folders("llama"), "--metric", "sleb", "--calib-data", text, *CALIB, "--out",
+              tmp_path / "{n}.json")
+    assert script("prune", *common, "--n-prune", 1, 3, 2)[0] == 0 and len(raced) == 3
+    (tmp_path / "2.json").unlink()
+    assert script("prune", *common, "--n-prune", 2, 3, 4)[0] == 0 and len(raced) == 3 + 4
+    (tmp_path / "2.json").unlink()
+    code, out, _ = script("prune", *common, "--n-prune", 2, 3, 4)
+    assert code == 0 and len(raced) == 3 + 4 and "4.json: reused" in out
 
 
 def test_progress_of_another_recipe_is_not_used(script, folders, tmp_path, text, monkeypatch):

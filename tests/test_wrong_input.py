@@ -259,10 +259,12 @@ def test_a_perplexity_beyond_all_numbers_is_a_failure():
         summarise(torch.full((3,), 800.0, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("change", [{"about": None}, {"about": {"metric": "list", "n": 2, "repair": "foo", "stage": "calibrated"}},
-                                    {"about": {"metric": "list", "n": 2, "repair": "hadamard"}}, {"format": "linearpatch/patch@1"},
-                                    {"removed": None}, {"model": "x"},
-                                    {"hadamard_order": "zzz"}])
+HEADERS = [{"about": None}, {"about": {"metric": "list", "n": 2, "repair": "foo", "stage": "calibrated"}},
+           {"about": {"metric": "list", "n": 2, "repair": "hadamard"}}, {"removed": None}, {"model": "x"},
+           {"hadamard_order": "zzz"}, {"format": "linearpatch/patch@1"}]
+
+
+@pytest.mark.parametrize("change", HEADERS)
 def test_patch_headers_are_checked(script, folders, tmp_path, text, change):
     prune(script, folders("llama"), tmp_path, text, "--layers", "2-3")
     calibrate(script, folders("llama"), tmp_path, text)

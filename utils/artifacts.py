@@ -11,9 +11,11 @@ import math
 import os
 import platform
 import resource
+import shutil
 import subprocess
 import tempfile
 import time
+import uuid
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from utils.errors import UserError, WorkError
 from utils.schemas import SCHEMAS, problem
 
 REMEDY = "--force recomputes it, or run again what wrote it"
+LEFTOVER_SECONDS = 24 * 3600  # age at which the unfinished folder of a killed run is removed
 HEADER = "linearpatch"  # key of the JSON inside a safetensors header
 
 
@@ -46,6 +49,45 @@ def atomic_path(path):
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(path)
         raise
+
+
+@contextmanager
+def atomic_folder(folder, replace=False):
+    """Yield a hidden sibling of `folder` to fill, then rename it: `folder` is complete, or as it was.
+
+    replace: what lies at `folder` goes; without it a folder that another process has made meanwhile stays. Raises
+    WorkError when it cannot be written.
+    """
+    folder = Path(folder)
+    temporary = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}"
+    old = temporary.with_name(f"{temporary.name}.old")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.parent.glob(f".{folder.name}.*"):
+            if time.time() - leftover.stat().st_mtime > LEFTOVER_SECONDS:
+                shutil.rmtree(leftover, ignore_errors=True)
+        temporary.mkdir()
+    except OSError as error:
+        raise WorkError(f"{folder.parent}: cannot be written ({error.strerror})") from None
+    try:
+        yield temporary
+        for file in temporary.iterdir():
+            if file.is_file():
+                file.chmod(temporary.stat().st_mode & 0o666)  # safetensors writes 0600 whatever the umask
+        if replace and folder.exists():
+            folder.rename(old)
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # it is there when another process was faster
+                raise
+    except (OSError, SafetensorError) as error:
+        raise WorkError(f"{folder}: cannot be written ({error})") from None
+    finally:
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        for path in (temporary, old):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _umask():

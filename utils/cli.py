@@ -27,6 +27,12 @@ def parser(description, example):
     )
 
 
+def listed(title, entries):
+    """{name: text} as a list behind the example in --help, a line each."""
+    width = max(map(len, entries)) + 2
+    return f"\n\n{title}:\n" + "\n".join(f"  {name:{width}s}{text}" for name, text in entries.items())
+
+
 def add_model_flags(p):
     """--model and how to load it."""
     group = p.add_argument_group("model")
@@ -49,7 +55,8 @@ def add_calibration_flags(p, more_sampling=None):
     more_sampling = more_sampling or {}
     group = p.add_argument_group("calibration")
     group.add_argument("--calib-data", default=None,
-                       help="corpus[:split] or file; default wiki for the embedded model, else wikitext2")
+                       help="corpus[:split] or file; default wiki for the embedded model without --data-dir, else "
+                            "wikitext2")
     group.add_argument("--calib-samples", type=positive, default=128, help="windows")
     group.add_argument("--calib-sampling", choices=["random", "first", *more_sampling], default="random",
                        help="random: seeded starts in the first 90 %% of the split; first: consecutive from its start"
@@ -97,43 +104,24 @@ def parse(p):
     return args
 
 
-def positive(text):
-    """argparse type: an integer of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+def _number(name, kind, fits, words):
+    """argparse type: a number of `kind` for which fits(value) holds."""
+
+    def parse(text):
+        value = kind(text)
+        if not fits(value):
+            raise argparse.ArgumentTypeError(f"must be {words}, got {value}")
+        return value
+
+    parse.__name__ = name  # argparse names it when the text is no number
+    return parse
 
 
-def non_negative(text):
-    """argparse type: an integer of at least 0."""
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, got {value}")
-    return value
-
-
-def amount(text):
-    """argparse type: a finite number of at least 0."""
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a finite number of at least 0, got {value}")
-    return value
-
-
-def above_zero(text):
-    """argparse type: a finite number above 0."""
-    if not (value := amount(text)):
-        raise argparse.ArgumentTypeError("must be above 0")
-    return value
-
-
-def seed(text):
-    """argparse type: an integer that every generator takes."""
-    value = int(text)
-    if not 0 <= value < 2**32:
-        raise argparse.ArgumentTypeError(f"must be from 0 to 2**32 - 1, got {value}")
-    return value
+positive = _number("integer", int, lambda value: value >= 1, "at least 1")
+non_negative = _number("integer", int, lambda value: value >= 0, "at least 0")
+amount = _number("number", float, lambda value: 0 <= value < math.inf, "a finite number of at least 0")
+above_zero = _number("number", float, lambda value: 0 < value < math.inf, "a finite number above 0")
+seed = _number("integer", int, lambda value: 0 <= value < 2**32, "from 0 to 2**32 - 1")
 
 
 def check_outputs(args, reads=(), beside=(), **suffixes):

@@ -10,8 +10,6 @@ import re
 import shutil
 import sys
 import tempfile
-import time
-import uuid
 import warnings
 import zipfile
 from contextlib import contextmanager
@@ -22,12 +20,12 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from utils.artifacts import atomic_folder
 from utils.data.wheels import cache_dir, remembered_sha256
 from utils.errors import UserError, WorkError
 
 CONVERSION_VERSION = 1  # raise it when a conversion changes: converted folders are cached under this number
 SHARD_BYTES = 2 << 30  # weights held in memory before a file is written
-LEFTOVER_SECONDS = 24 * 3600  # age at which the unfinished folder of a killed run is removed
 
 # Splitting rules of byte-level vocabularies by `tokenizer.ggml.pre`, as llama.cpp defines them. transformers leaves
 # names that it does not know at GPT-2's rule: right for the second set, wrong for the first, where every digit is a
@@ -67,7 +65,7 @@ def gguf_to_folder(path):
     print(f"converting {path.name} to an ordinary model folder, once", file=sys.stderr)
     model = _gguf_model(path, header)
     tokenizer = _gguf_tokenizer(path, header)
-    with _new_folder(folder) as temporary:
+    with atomic_folder(folder) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
     return folder
@@ -166,36 +164,6 @@ def _gguf_tokenizer(path, header):
     return tokenizer
 
 
-@contextmanager
-def _new_folder(folder):
-    """Yield a hidden sibling of `folder` to fill, then rename it: `folder` is complete or absent.
-
-    Raises WorkError when it cannot be written.
-    """
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.parent.glob(f".{folder.name}.*"):
-            if time.time() - leftover.stat().st_mtime > LEFTOVER_SECONDS:
-                shutil.rmtree(leftover, ignore_errors=True)
-        temporary = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}"
-        temporary.mkdir()
-    except OSError as error:
-        raise WorkError(f"{folder.parent}: cannot be written ({error.strerror})") from None
-    try:
-        yield temporary
-        for file in temporary.iterdir():
-            file.chmod(temporary.stat().st_mode & 0o666)  # safetensors writes 0600 whatever the umask
-        try:
-            temporary.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # it is there when another process was faster
-                raise
-    except (OSError, SafetensorError) as error:
-        raise WorkError(f"{folder}: cannot be written ({error})") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
 def is_baichuan(config):
     """Whether config.json (a dict) describes a Baichuan model, which transformers reads only with remote code."""
     names = config.get("architectures") or []
@@ -222,7 +190,7 @@ def baichuan_to_folder(folder):
     llama = _llama_config(config, folder)
     normalise = _has_norm_head(config, folder)
     tokenizer = _sentencepiece_tokenizer(folder)
-    with _new_folder(target) as temporary:
+    with atomic_folder(target) as temporary:
         _convert_weights(folder, shards, llama, normalise, temporary)
         llama.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)

@@ -342,8 +342,8 @@ class Variant:
 def run_variants(decoder, batch, variants, leaf, wanted=None):
     """Call leaf(variant index, X^(L) [B, T, C]) for every variant; what variants have in common runs once.
 
-    wanted(variant index), asked before each step, may give up a variant meanwhile. Where the ways part, the variant
-    that is named first goes first. Returns the number of layers and modules that ran.
+    wanted(variant index) may give up a variant meanwhile; it is asked wherever ways part. There the variant that is
+    named first goes first. Returns the number of layers and modules that ran.
     """
     ran = 0
 

@@ -38,11 +38,6 @@ class Metric:
     calibration: dict
     larger_is_better: bool
 
-    @property
-    def is_costly(self):
-        """Whether choosing anew costs more than reading what was chosen."""
-        return self.reads in ("windows", "weights")
-
 
 def metric(name, help, gives="layer", reads="stats", protect=(0, 0), calibration=PAPER, larger_is_better=False):
     """Decorator: register function(Evidence) (of sets: function(Evidence, n, first, last) -> Selection) as a metric."""
@@ -157,7 +152,7 @@ def angular(evidence):
     return evidence.stats.mean("angle_last")
 
 
-@metric("angular-all-tokens", "the same over all tokens", gives="block", protect=(1, 1))
+@metric("angular-all-tokens", "angular over all tokens", gives="block", protect=(1, 1))
 def angular_all_tokens(evidence):
     """The angle at every token, averaged."""
     return evidence.stats.mean("angle_all")
@@ -174,7 +169,7 @@ def shortgpt(evidence):
 
 
 # "+", as published for 32 layers; the same numbers of layers at other depths
-@metric("ppl+", "the same; the first four layers and the last two stay", reads="windows", protect=(4, 2),
+@metric("ppl+", "ppl; the first four layers and the last two stay", reads="windows", protect=(4, 2),
         calibration=SHORTENED_LLAMA)
 @metric("ppl", "Shortened LLaMA: perplexity without each layer", reads="windows", calibration=SHORTENED_LLAMA)
 def ppl(evidence):
@@ -184,7 +179,7 @@ def ppl(evidence):
     return [scores.get(layer) for layer in range(evidence.depth)]
 
 
-@metric("taylor+", "the same; the first four layers and the last two stay", reads="windows", protect=(4, 2),
+@metric("taylor+", "taylor; the first four layers and the last two stay", reads="windows", protect=(4, 2),
         calibration=SHORTENED_LLAMA)
 @metric("taylor", "Shortened LLaMA: sum of abs(weight x gradient)", reads="windows", calibration=SHORTENED_LLAMA)
 def taylor(evidence):
@@ -217,7 +212,7 @@ def taylor_scores(decoder, input_ids, batch_size=1, progress=True):
     return scores
 
 
-@metric("mag+", "the same; the first four layers and the last two stay", reads="weights", protect=(4, 2))
+@metric("mag+", "mag; the first four layers and the last two stay", reads="weights", protect=(4, 2))
 @metric("mag", "size of the weights", reads="weights")
 def magnitude(evidence):
     """Sum of |W| over each layer's weights, list of L floats."""
@@ -250,8 +245,8 @@ def last(evidence):
 # ----- sets
 
 
-@metric("sleb", "SLEB: greedily, by the loss of the pruned model; of the layers left at each step", gives="set",
-        reads="windows", protect=(1, 1))
+@metric("sleb", "SLEB: greedily, by the loss of the pruned model; the first and last layer left at each step stay",
+        gives="set", reads="windows", protect=(1, 1))
 def sleb(evidence, n_prune, first, last):
     """Greedy removal without a repair, by the loss of the next tokens."""
     selection = search.greedy(evidence.decoder, evidence.objective(), n_prune, first, last, rounds=evidence.rounds,

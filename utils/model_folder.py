@@ -1,9 +1,6 @@
 """Cut layers out of a model, attach patches, and save the result as an ordinary Hugging Face folder."""
 
 import copy
-import os
-import shutil
-import tempfile
 from pathlib import Path
 
 import torch
@@ -11,7 +8,7 @@ import transformers
 from torch import nn
 
 from utils import modeling_linearpatch
-from utils.artifacts import read_json, write_json
+from utils.artifacts import atomic_folder, read_json, write_json
 from utils.errors import UserError
 
 INDEX_LISTS = ("mlp_only_layers", "full_attn_idxs")  # lists OF layer indices
@@ -153,20 +150,17 @@ def save_folder(decoder, tokenizer, variant, folder, more):
     modeling_linearpatch.py: it then loads with trust_remote_code=True only. What lies at `folder` is replaced:
     cli.check_outputs says what may be. Raises UserError on what cannot be saved.
     """
-    folder = Path(folder)
     if variant.modules and not importable(base_class(decoder.model)):
         raise UserError(f"{type(decoder.model).__name__}: comes with remote code, so a patched folder cannot name its "
                         "class; keep the patch file and evaluate with it")
     layers, places = variant.layers, sorted(variant.modules)
     model = patched_model(decoder, variant)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".tmp"))
-    try:
+    positions = [layers.position(index) - 1 for index in places]
+    with atomic_folder(folder, replace=True) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         if hasattr(model.config, "linear_patch_base"):
             (temporary / "modeling_linearpatch.py").write_text(_remote_code(model.config.linear_patch_base))
-        positions = [layers.position(index) - 1 for index in places]
         content = {**layers.json(), "about": variant.about, "removed_layers": list(layers.removed),
                    "patch_position": positions[0] if len(positions) == 1 else positions or None,
                    "patch_position_meaning": "acts on the output of this kept layer, numbered in the saved model; "
@@ -175,15 +169,6 @@ def save_folder(decoder, tokenizer, variant, folder, more):
         write_json(temporary / "linearpatch.json", "folder", content)
         (temporary / "README.md").write_text(model_card(content, hasattr(model.config, "linear_patch_base")),
                                              encoding="utf-8")
-        os.chmod(temporary, 0o755)
-        old = Path(f"{temporary}.old")
-        if folder.exists():
-            os.replace(folder, old)
-        os.replace(temporary, folder)
-        shutil.rmtree(old, ignore_errors=True)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     return model
 
 

@@ -83,15 +83,15 @@ class ModelSource:
 
     def check_artifact(self, identity, path):
         """Raise UserError unless an artifact with this `identity` was made for this model."""
-        layers, hidden = self.shape
-        for name, here in (("hidden_size", hidden), ("num_layers", layers), ("sha256", self.sha256)):
-            if identity.get(name) != here:
-                raise UserError(f"{path}: made for another model ({identity.get('label')}: {name} "
-                                f"{_short(identity.get(name))}, {self.label} has {_short(here)})")
+        check_same_model(identity, self.json(), path)
 
 
-def _short(value):
-    return value[:12] if isinstance(value, str) else value
+def check_same_model(found, wanted, path):
+    """Raise UserError unless an artifact's `model` is the one that is wanted; both as artifacts store them."""
+    for name in ("hidden_size", "num_layers", "sha256"):
+        if found[name] != wanted[name]:
+            differing = (f"{model['label']}: {name} {str(model[name])[:12]}" for model in (found, wanted))
+            raise UserError(f"{path}: made for another model ({', not '.join(differing)})")
 
 
 def find_model(name, trust_remote_code=False):

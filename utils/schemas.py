@@ -142,7 +142,7 @@ class PplRow(Row):
     windows: Size
     seq_len: Size
     scored_tokens: Size
-    dropped_tokens: Count
+    dropped_tokens: Count | None  # None: random crops of documents
     bos: str
     corpus: dict
     window_nll: list[float]

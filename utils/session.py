@@ -154,7 +154,7 @@ class Session:
         return Variant(name, Layers(self.source.shape[0]), about=origin(self.source.folder).get("about"))
 
     def variants(self):
-        """Variants of --selection and --patch behind the model itself, each printed with its depth and checksum.
+        """Variants of --selection and --patch behind the model itself, each printed with its depth and sha256.
 
         Files may be named NAME=FILE; the word dense, or NAME=dense, stands for the model itself. Raises UserError on a
         double name.

@@ -5,12 +5,11 @@ damaged shard is named and rewritten, and nothing made for other inputs is ever 
 """
 
 import hashlib
-import json
 from pathlib import Path
 
 import torch
 
-from utils.artifacts import read_entry, read_header, read_tensors, recipe_difference, write_tensors
+from utils.artifacts import read_entry, read_header, read_tensors, recipe_difference, sha256_json, write_tensors
 from utils.errors import UserError
 
 SHARD_WINDOWS = 16
@@ -31,8 +30,7 @@ class TeacherCache:
 
     def __init__(self, folder, recipe, windows):
         self.recipe, self.windows = recipe, windows
-        key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
-        self.folder = Path(folder) / key
+        self.folder = Path(folder) / sha256_json(recipe)[:16]
 
     @property
     def shards(self):
@@ -86,7 +84,7 @@ class TeacherCache:
         if tensors["index"].dtype == torch.uint16:
             tensors["index"] = tensors["index"].view(torch.int16)
         write_tensors(self.path(shard), "teacher", tensors, {"recipe": self.recipe, "windows": self.shards[shard],
-                                                               "sha256": _digest(tensors)})
+                                                               "sha256": _sha256(tensors)})
 
     def window(self, number):
         """(log-probabilities float32 [T, K], indices int64 [T, K], states [T, C] or None) of one window.
@@ -105,16 +103,16 @@ class TeacherCache:
 
     def _read(self, shard):
         header, tensors = read_tensors(self.path(shard), "teacher")
-        windows = header.get("windows", self.shards[shard])  # of this folder, but of another shard
-        if recipe_difference(header["recipe"], self.recipe) or list(windows) != list(self.shards[shard]) or (
+        windows = header["windows"]  # of this folder, but of another shard
+        if recipe_difference(header["recipe"], self.recipe) or windows != list(self.shards[shard]) or (
                 any(len(tensor) != windows[1] - windows[0] for tensor in tensors.values())):
             raise UserError(f"{self.path(shard)}: made for other inputs")
-        if _digest(tensors) != header.get("sha256"):
+        if _sha256(tensors) != header["sha256"]:
             raise UserError(f"{self.path(shard)}: damaged")
         return tensors
 
 
-def _digest(tensors):
+def _sha256(tensors):
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(tensors[name].contiguous().view(torch.uint8).numpy())

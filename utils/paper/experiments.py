@@ -287,7 +287,7 @@ GROUPS = (
         Table(("metrics",), "every selection metric at every n, alone and with the patch", ("ppl",), "every", MAIN[:3]),
         Table(("metrics",), "", ("compared",), "every",
               tuple(row for step in list(BY_METRIC.values())[1:] for row in _with_metric(step)),
-              (draw("metrics", "", (), "--results $dir/ppl.json"),)),
+              (draw("metrics", "--variants $named", (), "--results $dir/ppl.json"),)),
     ),
     (
         Table(("fig1",), "channel magnitudes, and the sweep of alpha", then=(draw(
@@ -373,6 +373,7 @@ class Plan:
                 self._add(_fill(together, self.values, variants="$variants"), variants=variants[kind])
                 for words in models[kind]:
                     self._add(_fill(alone, self.values, **words))
+        self.values["named"] = " ".join(name for kind in variants for name in variants[kind])
         for table in tables:
             for step in table.then:
                 self._add_step(step, self.values["ablated"])

@@ -15,7 +15,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from utils.paper.experiments import PRESETS, EMBEDDED, GROUPS, TARGETS, Plan, sizes
+from utils.paper.experiments import EMBEDDED, GROUPS, PRESETS, TARGETS, Plan, sizes
 
 USAGE = """usage: bash run_all.sh [--dry-run] PRESET [TARGET ...]    or    bash run_all.sh test [pytest options]
 
@@ -66,6 +66,8 @@ def arguments():
     caller = os.environ.get("CALLED_FROM", ".")
     if os.path.exists(f"{caller}/{preset}"):
         preset = os.path.realpath(f"{caller}/{preset}")
+    elif preset not in PRESETS and "/" not in preset:
+        wrong(f"{preset} is no preset ({' '.join(PRESETS)}), no folder or file, and no hub id (OWNER/NAME)")
     data = os.environ.get("LINEARPATCH_DATA")
     if data and os.path.exists(f"{caller}/{data}"):
         os.environ["LINEARPATCH_DATA"] = os.path.realpath(f"{caller}/{data}")
@@ -87,7 +89,7 @@ def main():
         return
     preload(any(" eval_qa.py " in command.line for command in commands))
     failures = run_all(commands, Log(Path(folder) / "commands.sh"))
-    for failure in failures:
+    for failure in dict.fromkeys(failures):
         print(f"failed: {failure}", file=sys.stderr)
     sys.exit(1 if failures else 0)
 
