@@ -80,4 +80,4 @@ def test_a_network_in_the_place_of_layers_is_no_patch(script, folders, patch, tm
     code, _, err = script("plot_magnitudes", "--figure", "1b", "--model", folders("llama"), "--patch",
                           f"net={tmp_path}/net.safetensors", "--datasets", text, "--seq-len", 32, "--out",
                           tmp_path / "figures")
-    assert code == 2 and "scales patches; net has none, or a network" in err and not (tmp_path / "figures").exists()
+    assert code == 2 and "scales matrices on the stream; net has none" in err and not (tmp_path / "figures").exists()
