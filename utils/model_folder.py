@@ -176,6 +176,7 @@ def model_card(content, own_code):
     """README.md of a folder from its linearpatch.json: what was removed, the repair, its numbers, how to load."""
     about, folding, removed = content["about"], content.get("folding"), content["removed"]
     base = content.get("base_model", {}).get("label", "its base model")
+    base = Path(base).name if Path(base).exists() else base  # no paths of this machine
     chosen = f" (chosen by `{about['metric']}`)" if about["metric"] else ""
     lines = [f"# {base}, {about['stage']}", "",
              f"Layers {', '.join(map(str, removed))} of 0 to {len(removed) + len(content['kept']) - 1} of {base} were "
