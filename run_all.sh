@@ -12,11 +12,12 @@
 # The experiments themselves, their sizes and their commands: utils/paper/experiments.py.
 set -euo pipefail
 export CALLED_FROM=$PWD  # paths that the user names are seen from there
-cd "$(dirname "${BASH_SOURCE[0]}")"
 
 python=$(command -v python3.11 || command -v python3) || { echo "error: Python 3.11 is needed" >&2; exit 2; }
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
   echo "error: Python 3.11 or newer is needed, $python is $("$python" -V)" >&2; exit 2; }
+
+cd "$("$python" -c 'import os, sys; print(os.path.dirname(os.path.realpath(sys.argv[1])))' "${BASH_SOURCE[0]}")"
 
 # A virtual environment with the pinned requirements, made once and again when requirements.txt changes.
 setup() {

@@ -83,6 +83,8 @@ def test_targets_and_run_directories(arguments, tmp_path):
     assert arguments("owner/a:b c|d")[2] == "runs/a_b_c_d"
     (tmp_path / "link").symlink_to(tmp_path / "there")
     (tmp_path / "there").mkdir()
+    (tmp_path / "llama2-7b").mkdir()  # a run folder of that name does not take the preset's place
+    assert arguments("llama2-7b", CALLED_FROM=str(tmp_path))[0] == "llama2-7b"
     found = arguments("link", CALLED_FROM=str(tmp_path), LINEARPATCH_DATA="link")
     assert found[0] == os.environ["LINEARPATCH_DATA"] == str(tmp_path.resolve() / "there")
     arguments("llama2-7b", CALLED_FROM=str(tmp_path), LINEARPATCH_DATA="nowhere")
@@ -134,11 +136,17 @@ def test_a_failure_stops_only_what_needs_its_files(folder, capfd):
     assert "arguments ['last']" in out and "ValueError: what" in err and "for want of their files: b" in err
 
 
-def test_a_file_that_is_there_from_before_serves(folder):
+def test_a_file_of_an_earlier_run_does_not_stand_in_for_one_that_failed(folder):
+    """What it holds was made from other inputs; one that the failing command has still written serves."""
     (folder / "a.json").touch()
-    failures = run_all([Command("python bad.py", makes=("a.json",)), Command("python good.py a.json")],
+    os.utime(folder / "a.json", (1, 1))
+    failures = run_all([Command("python bad.py", makes=("a.json",)), Command("python good.py a.json"),
+                        Command("python good.py", variants={"A": "a.json"})], Log(folder / "log.sh"))
+    assert failures == ["python bad.py (exit code 2)", "python good.py a.json (skipped, a.json is missing)"]
+    (folder / "late.py").write_text("open('a.json', 'w').close()\nraise SystemExit(1)\n")
+    failures = run_all([Command("python late.py", makes=("a.json",)), Command("python good.py a.json")],
                        Log(folder / "log.sh"))
-    assert failures == ["python bad.py (exit code 2)"]
+    assert failures == ["python late.py (exit code 1)"]
 
 
 def test_commands_sh_holds_what_was_run_and_runs_it_again(folder, monkeypatch):
@@ -147,7 +155,7 @@ def test_commands_sh_holds_what_was_run_and_runs_it_again(folder, monkeypatch):
     for names in (("one", "two"), ("three", "one")):
         run_all([Command(f"python write.py '{name} {name}'") for name in names], Log(path))
     assert [line for line in path.read_text().splitlines() if line.startswith("python")] == [
-        f"python write.py '{name} {name}'" for name in ("two", "three", "one")]
+        f"python write.py '{name} {name}'" for name in ("one", "two", "three")]
     for name in ("one", "two"):
         (folder / f"{name} {name}").unlink()
     (folder / ".venv" / "bin").mkdir(parents=True)

@@ -65,6 +65,8 @@ class Stats:
         for name, shape in shapes.items():
             if tuple(getattr(stats, name).shape) != shape or not samples:
                 raise UserError(f"{path}: {name} has shape {list(getattr(stats, name).shape)}, expected {list(shape)}")
+        if header["recipe"].get("samples", samples) != samples:
+            raise UserError(f"{path}: is of {samples} windows, its recipe says {header['recipe']['samples']}")
         if header["model"]["num_layers"] != states - 1:
             raise UserError(f"{path}: is of {states - 1} layers, its model has {header['model']['num_layers']}")
         return stats, header

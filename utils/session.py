@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from utils.activations import Stats, collect, collect_moments
-from utils.artifacts import Stopwatch, read_header, read_json, recipe_difference, reusable
+from utils.artifacts import Stopwatch, read_json, recipe_difference, reusable
 from utils.cli import seed_everything
 from utils.data.windows import calibration_windows
 from utils.decoder import Variant, find_layers
@@ -129,7 +129,7 @@ class Session:
         """Whether `path` has statistics of more windows, the first of which are those of `recipe`."""
         if self.args.force or not path.exists():
             return False
-        found = read_header(path, "stats")["recipe"]
+        found = Stats.load(path)[1]["recipe"]  # its number of windows is that of its tensors
         changed = {**found, "samples": recipe["samples"], "token_ids_sha256": recipe["token_ids_sha256"]}
         if not isinstance(found.get("samples"), int) or found["samples"] <= recipe["samples"] or (
                 recipe_difference(changed, recipe)):

@@ -12,6 +12,7 @@ import runpy
 import shlex
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -64,13 +65,14 @@ def arguments():
     if os.environ.get("SIZE", "") not in ("", "small"):
         wrong(f"SIZE={os.environ['SIZE']}; the only other size is small")
     caller = os.environ.get("CALLED_FROM", ".")
-    if os.path.exists(f"{caller}/{preset}"):
-        preset = os.path.realpath(f"{caller}/{preset}")
+    named = os.path.join(caller, preset)
+    if preset not in PRESETS and os.path.exists(named):
+        preset = os.path.realpath(named)
     elif preset not in PRESETS and "/" not in preset:
         wrong(f"{preset} is no preset ({' '.join(PRESETS)}), no folder or file, and no hub id (OWNER/NAME)")
     data = os.environ.get("LINEARPATCH_DATA")
-    if data and os.path.exists(f"{caller}/{data}"):
-        os.environ["LINEARPATCH_DATA"] = os.path.realpath(f"{caller}/{data}")
+    if data and os.path.exists(os.path.join(caller, data)):
+        os.environ["LINEARPATCH_DATA"] = os.path.realpath(os.path.join(caller, data))
     # A folder's name without characters that a shell or a report would trip over.
     name = re.sub(r"[^A-Za-z0-9._-]", "_", os.path.basename(preset.rstrip("/")).removesuffix(".gguf"))
     return preset, TARGETS if not targets or "all" in targets else targets, f"runs/{name}", args.dry_run
@@ -102,29 +104,33 @@ def preload(questions):
 
 
 class Log:
-    """commands.sh: every command that was run, once, in the order of the last time; a script that runs them again."""
+    """commands.sh: every command that was run, once, in the order of the first time; a script that runs them again."""
 
     def __init__(self, path):
         self.path = path
         data = os.environ.get("LINEARPATCH_DATA")
         self.head = ["#!/usr/bin/env bash", "# What 'bash run_all.sh' ran here, with the packages of .venv.",
-                     'cd "$(dirname "${BASH_SOURCE[0]}")/../.." && PATH="$PWD/.venv/bin:$PATH"',
+                     "set -e", 'cd "$(dirname "${BASH_SOURCE[0]}")/../.." && PATH="$PWD/.venv/bin:$PATH"',
                      *([f"export LINEARPATCH_DATA={shlex.quote(data)}"] if data else [])]
         self.lines = []
         if path.is_file():
             self.lines = [line for line in path.read_text().splitlines() if line.startswith("python ")]
 
     def add(self, line):
-        self.lines = [other for other in self.lines if other != line] + [line]
+        self.lines += [line] if line not in self.lines else []
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text("\n".join([*self.head, *self.lines]) + "\n")
 
 
 def run_all(commands, log):
-    """Run Commands; returns one line for each that failed or was skipped, because a file that it reads is missing."""
-    failures, lost = [], set()
+    """Run Commands; returns one line for each that failed or was skipped, because a file that it reads is missing.
+
+    What a failed command was to write counts as missing, also where an older run has left a file of that name.
+    """
+    failures, lost = [], {}
     for command in commands:
-        missing = {path for path in lost if not os.path.exists(path)}
+        started = time.time()
+        missing = {path for path, since in lost.items() if not os.path.exists(path) or os.path.getmtime(path) < since}
         line = command.text(missing)
         words = shlex.split(line)
         gone = sorted(missing.intersection(word.rpartition("=")[2] for word in words))
@@ -141,7 +147,7 @@ def run_all(commands, log):
         if gone or code:
             print(f"error: {words[2] if words[1] == '-m' else words[1]}: {reason}", file=sys.stderr)
             failures.append(f"{line} ({reason})")
-            lost.update(command.makes)
+            lost.update(dict.fromkeys(command.makes, started))
     return failures
 
 
