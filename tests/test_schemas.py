@@ -135,3 +135,10 @@ def test_force_replaces_an_artifact_of_an_earlier_version_and_nothing_else_does(
     assert reusable(path, "selection", {}, force=True) is False
     with pytest.raises(UserError, match="holds a selection, which --force does not replace"):
         reusable(path, "figure", {}, force=True)
+
+
+def test_a_number_beyond_all_floating_point_ones_is_refused_wherever_it_stands(tmp_path):
+    write_json(tmp_path / "a.json", "selection", {**GOOD["selection"], "extra": 0.125})
+    (tmp_path / "a.json").write_text((tmp_path / "a.json").read_text().replace("0.125", "1e999"))
+    with pytest.raises(UserError, match="1e999"):
+        read_json(tmp_path / "a.json", "selection")

@@ -190,7 +190,8 @@ def _checked(text, path, kind, remedy=REMEDY):
         raise UserError(f"{path}: holds {constant}, which is never a result; {remedy}")
 
     try:
-        content = json.loads(text, parse_constant=refuse)
+        content = json.loads(text, parse_constant=refuse,
+                             parse_float=lambda number: float(number) if math.isfinite(float(number)) else refuse(number))
     except (ValueError, RecursionError):
         raise UserError(f"{path}: not a JSON file; expected a {kind} written by this project") from None
     found = content.get("format") if isinstance(content, dict) else None

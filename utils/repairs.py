@@ -107,6 +107,8 @@ class Repair:
             own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
             if not own:
                 raise UserError(f"has no tensor for run {number}, [{start}, {end})")
+            if self.is_matrix and not {"d", "weight"} & set(own):
+                raise UserError(f"run {number}, [{start}, {end}), has neither d nor weight")
             modules[end] = self.module(own, header, start, decoder)
         return modules
 

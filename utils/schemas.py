@@ -57,8 +57,8 @@ class Removal(Schema):
 
 
 class Selection(Removal):
-    order: list[Count] = []
-    scores: list[dict] = []
+    order: list[Count]
+    scores: list[dict]
 
 
 class Patch(Removal):
