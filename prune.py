@@ -108,8 +108,8 @@ def main():
     if args.metric in BASELINES:
         return BASELINES[args.metric](calls[0], session).run()
     evidence = Evidence(depth, lambda: session.stats(args.stats)[0], lambda: session.calibration().ids,
-                        lambda: session.decoder, args.seed, args.batch_size)
-    evidence.described = lambda reads: describe(reads, args, session)
+                        lambda: session.decoder, args.seed, args.batch_size,
+                        lambda reads: describe(reads, args, session))
     for each in calls:
         layers, about, calibration = prune(each, session, evidence)
     if args.save_model:

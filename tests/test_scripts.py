@@ -8,7 +8,7 @@ import torch
 
 from tests.steps import CALIB, calibrate, ppl, prune, rows
 from tests.tiny import ids, token_text
-from utils.artifacts import read_header, read_tensors
+from utils.artifacts import read_header, read_tensors, write_tensors
 from utils.model_folder import origin
 from utils.models import find_model, load_decoder
 
@@ -377,3 +377,13 @@ def test_smaller_n_of_one_call_equal_calls_of_their_own(script, folders, tmp_pat
                 tmp_path / metric / f"n{n}" / "selection.json", tmp_path / "alone.json"))
             assert all(together[name] == alone[name] for name in ("removed", "order", "scores", "recipe")), (metric, n)
         assert not list((tmp_path / metric).glob("nn")) and not list((tmp_path / metric).glob("**/*progress*"))
+
+
+def test_statistics_that_are_of_fewer_windows_than_they_say_are_refused(script, folders, tmp_path, text):
+    assert prune(script, folders("llama"), tmp_path, text, "--n-prune", 2)[0] == 0
+    path = tmp_path / "stats.safetensors"
+    header, tensors = read_tensors(path, "stats")
+    header.pop("format")
+    write_tensors(path, "stats", tensors, {**header, "recipe": {**header["recipe"], "samples": 10**9}})
+    code, _, err = calibrate(script, folders("llama"), tmp_path, text)
+    assert code == 2 and "is of 4 windows, its recipe says 1000000000" in err

@@ -57,11 +57,10 @@ class Evidence:
     described(reads) -> (part of a recipe, calibration info or None) of what a metric reads.
     """
 
-    def __init__(self, depth, stats=None, windows=None, decoder=None, seed=0, batch_size=1):
-        self.depth, self.seed, self.batch_size = depth, seed, batch_size
+    def __init__(self, depth, stats=None, windows=None, decoder=None, seed=0, batch_size=1, described=None):
+        self.depth, self.seed, self.batch_size, self.described = depth, seed, batch_size, described
         self._stats, self._windows, self._decoder = stats, windows, decoder
         self.rounds, self.after_round, self.scores, self.candidates = [], None, {}, range(depth)
-        self.described = None
 
     @cached_property
     def stats(self):

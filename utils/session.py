@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from utils.activations import Stats, collect, collect_moments
-from utils.artifacts import Stopwatch, read_json, recipe_difference, reusable
+from utils.artifacts import Stopwatch, read_header, read_json, recipe_difference, reusable
 from utils.cli import seed_everything
 from utils.data.windows import calibration_windows
 from utils.decoder import Variant, find_layers
@@ -115,9 +115,9 @@ class Session:
         return self._moments[key]
 
     def _had_or_collected(self, path, windows, rotated, recipe):
-        if self._holds_more(path, recipe):
+        if longer := self._longer(path, recipe):
             print(f"{path}: its first {len(windows.ids)} windows are these (--force recomputes)")
-            return Stats.load(path)[0].first(len(windows.ids))
+            return longer.first(len(windows.ids))
         if reusable(path, "stats", recipe, self.args.force):
             return Stats.load(path)[0]
         stats = collect(self.decoder, windows.ids, rotated, self.args.batch_size)
@@ -125,16 +125,18 @@ class Session:
                           "provenance": self.watch.provenance(self.decoder, lap=True)})
         return stats
 
-    def _holds_more(self, path, recipe):
-        """Whether `path` has statistics of more windows, the first of which are those of `recipe`."""
+    def _longer(self, path, recipe):
+        """The Stats at `path` if they are of more windows, the first of which are those of `recipe`; else None."""
         if self.args.force or not path.exists():
-            return False
-        found = Stats.load(path)[1]["recipe"]  # its number of windows is that of its tensors
+            return None
+        found = read_header(path, "stats")["recipe"]
         changed = {**found, "samples": recipe["samples"], "token_ids_sha256": recipe["token_ids_sha256"]}
         if not isinstance(found.get("samples"), int) or found["samples"] <= recipe["samples"] or (
                 recipe_difference(changed, recipe)):
-            return False
-        return self.calibration(samples=found["samples"]).info["token_ids_sha256"] == found["token_ids_sha256"]
+            return None
+        stats, _ = Stats.load(path)  # says so, before any windows are drawn, when they are not as many
+        drawn = self.calibration(samples=found["samples"]).info["token_ids_sha256"]
+        return stats if drawn == found["token_ids_sha256"] else None
 
     def read_selection(self, path, name=None):
         """The pruned Variant of a selection made for this model. UserError, also when it changed the kept weights."""
